@@ -1,0 +1,26 @@
+# The only entry: `make run` for the product, `make test` for every check.
+.PHONY: run test lint format accuracy dockerfile
+
+run: .venv/.installed
+	@scripts/run.sh
+
+test: .venv/.installed-dev
+	@scripts/test.sh
+
+lint: .venv/.installed-dev
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+format: .venv/.installed-dev
+	@.venv/bin/ruff check --fix . && .venv/bin/ruff format .
+
+accuracy: .venv/.installed
+	@.venv/bin/python scripts/write_accuracy_doc.py
+
+dockerfile: .venv/.installed-dev
+	@.venv/bin/python scripts/check_dockerfile.py
+
+.venv/.installed: pyproject.toml
+	@scripts/setup.sh
+
+.venv/.installed-dev: pyproject.toml
+	@scripts/setup.sh dev

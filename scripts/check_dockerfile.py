@@ -1,0 +1,84 @@
+"""Run every RUN line of the Dockerfile without a Docker engine.
+
+The lines run verbatim, as root, in a throw-away copy-on-write view of this machine (a mount
+namespace with an overlay over /), in the Dockerfile's order together with its COPY and WORKDIR.
+What this does not check: the base image itself (this machine's Debian and Python stand in for it).
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+IGNORED = ("--exclude=.git", "--exclude=.venv", "--exclude=var", "--exclude=tests")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One Dockerfile instruction with its continuation lines joined."""
+
+    name: str
+    argument: str
+
+
+def read_instructions(text: str) -> list[Instruction]:
+    """Split a Dockerfile into instructions; comments and blank lines are dropped."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    parts = (line.split(maxsplit=1) for line in joined.splitlines() if line.strip())
+    return [Instruction(name=name.upper(), argument=" ".join(rest.split())) for name, rest in parts]
+
+
+def shell_script(instructions: list[Instruction]) -> str:
+    """Return the script that replays COPY, WORKDIR and RUN inside the throw-away root.
+
+    It starts with a fresh virtual environment on PATH, in the place of the base image's Python,
+    and ends by proving that the command line and the compiler are there for the image's user.
+    """
+    steps = [
+        f"{shlex.quote(sys.executable)} -m venv /opt/image-python",
+        "export PATH=/opt/image-python/bin:$PATH",
+    ]
+    for instruction in instructions:
+        if instruction.name == "WORKDIR":
+            steps.append(f"mkdir -p {instruction.argument} && cd {instruction.argument}")
+        elif instruction.name == "COPY":
+            source, target = instruction.argument.split()
+            source = "." if source == "." else shlex.quote(source)
+            steps.append(f"tar -C /mnt/source {' '.join(IGNORED)} -c {source} | tar -x -C {target}")
+        elif instruction.name == "RUN":
+            steps += [f"echo {shlex.quote('RUN ' + instruction.argument)}", instruction.argument]
+    steps += ["command -v tini gcc", "su peakmark -c 'cd && /opt/image-python/bin/peakmark --help'"]
+    return "set -eu\n" + "\n".join(steps) + "\n"
+
+
+OVERLAY = """
+set -eu
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/upper /mnt/work /mnt/view
+mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/view
+mkdir -p /mnt/view/mnt/source
+mount --bind "$1" /mnt/view/mnt/source
+mount --rbind /dev /mnt/view/dev
+mount --bind /proc /mnt/view/proc
+exec chroot /mnt/view sh -s
+"""
+
+
+def replay(script: str) -> int:
+    """Run `script` in the throw-away root; returns its exit code. Needs root."""
+    command = ["unshare", "--mount", "sh", "-c", OVERLAY, "overlay", str(ROOT)]
+    return subprocess.run(command, input=script, text=True, check=False).returncode
+
+
+def main() -> int:
+    """Replay the Dockerfile of this repository."""
+    return replay(shell_script(read_instructions((ROOT / "Dockerfile").read_text())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

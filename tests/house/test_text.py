@@ -1,0 +1,91 @@
+"""Strings and calls that must not stand in the repository."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOMS = {"app", "db", "kernels", "planner", "runners", "scripts"}
+# Written in parts so that this file does not hold what it looks for.
+FORBIDDEN = (
+    "/" + "work/",
+    "/" + "farm/",
+    "/" + "root/",
+    r"pypi\." + "org",
+    r"npmjs\." + "org",
+    r"\b(" + "TO" + "DO|FIX" + r"ME)\b",
+    "trust_remote" + r"_code\s*=\s*True",
+)
+TEXT = {".py", ".md", ".toml", ".json", ".jsonl", ".sh", ".yml", ".yaml", ".css", ""}
+UNIT = re.compile(
+    r"2\s*\*\*\s*(10|20|30|40)\b|1024\s*\*\*|1024\s*\*\s*1024|1\s*<<\s*(10|20|30|40)\b"
+)
+BANNER = re.compile(r"^\s*#\s*[-=#*~]{4,}", re.MULTILINE)
+
+
+def test_no_machine_path_registry_host_or_leftover(root: Path, files: list[Path]) -> None:
+    found = [
+        f"{path}: {match.group(0)}"
+        for path in files
+        if path.suffix in TEXT
+        for pattern in FORBIDDEN
+        if (match := re.search(pattern, (root / path).read_text(errors="ignore")))
+    ]
+    assert found == []
+
+
+def test_byte_units_are_written_in_one_file(root: Path, modules: dict[Path, ast.Module]) -> None:
+    found = [
+        f"{path}: {match.group(0)}"
+        for path in modules
+        if path.parts[0] in ROOMS and path != Path("planner/units.py")
+        if (match := UNIT.search((root / path).read_text()))
+    ]
+    assert found == []
+
+
+def test_no_banner_comments(root: Path, modules: dict[Path, ast.Module]) -> None:
+    assert [str(path) for path in modules if BANNER.search((root / path).read_text())] == []
+
+
+def dangerous_calls(tree: ast.Module) -> Iterator[str]:
+    """Calls that run what a file or a person hands in: pickles, shells, eval, remote code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(a.name == "pickle" for a in node.names):
+            yield "pickle"
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        if name in {"eval", "exec", "os.system", "os.popen"} or name.startswith("pickle."):
+            yield name
+        if keywords.get("shell") == "True":
+            yield f"{name}(shell=True)"
+        if name == "torch.load" and keywords.get("weights_only") != "True":
+            yield name
+        if "trust_remote_code" in keywords:
+            yield f"{name}(trust_remote_code=...)"
+
+
+def test_nothing_that_comes_from_outside_is_executed(modules: dict[Path, ast.Module]) -> None:
+    found = [
+        f"{path}: {call}"
+        for path, tree in modules.items()
+        if path.parts[0] in ROOMS
+        for call in dangerous_calls(tree)
+    ]
+    assert found == []
+
+
+def test_the_search_for_dangerous_calls_finds_them() -> None:
+    code = "import pickle\nsubprocess.run(x, shell=True)\npickle.load(f)\ntorch.load(f)\neval(x)\n"
+    assert sorted(dangerous_calls(ast.parse(code))) == sorted(
+        ["pickle", "subprocess.run(shell=True)", "pickle.load", "torch.load", "eval"]
+    )
+
+
+def test_no_grab_bag_modules(modules: dict[Path, ast.Module]) -> None:
+    bad = re.compile(r"^(utils?|helpers?|common|misc|.*_manager)\.py$")
+    assert [str(path) for path in modules if bad.match(path.name)] == []
