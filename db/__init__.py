@@ -1,0 +1,1 @@
+"""The database of Peakmark: models, migrations, queue and repository."""
