@@ -1,0 +1,304 @@
+"""Reading a Hugging Face config.json: from text to a checked ModelSpec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from planner.checks import (
+    canonical_json,
+    check_boolean,
+    check_integer,
+    check_mapping,
+    check_number,
+    check_text,
+)
+from planner.config_keys import (
+    BOOLEAN_KEYS,
+    DROPOUT_KEYS,
+    POSITIVE_NUMBER_KEYS,
+    SIZE_LIMITS,
+    default_values,
+    flag_unknown_keys,
+    modelled_keys,
+    own_names,
+    refuse_unmodelled_keys,
+    with_common_names,
+    with_own_names,
+)
+from planner.errors import PlanError
+from planner.families import SUPPORTED_FAMILIES, count_parameters
+from planner.model import ModelSpec
+
+MAX_CONFIG_BYTES = 1_000_000
+MAX_PARAMETERS = 2**46
+
+_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh", "gpt2": "gelu_new"}
+_ACTIVATION_KEYS = {"gemma2": "hidden_activation", "gpt2": "activation_function"}
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+# A quantity that transformers divides by the number of heads whatever head_dim says.
+_HIDDEN_DIVIDES_BY_HEADS = ("llama", "gemma2", "gpt2")
+
+
+def parse_config_text(text: str | bytes) -> dict[str, Any]:
+    """Parse the text of a config.json; raises PlanError when it is too large or not an object."""
+    size_bytes = len(text) if isinstance(text, bytes) else len(text.encode(errors="replace"))
+    if size_bytes > MAX_CONFIG_BYTES:
+        sentence = (
+            f"model.config is {size_bytes:,} bytes long: a config.json has at most "
+            f"{MAX_CONFIG_BYTES:,} bytes."
+        )
+        raise PlanError("model.config", size_bytes, "at most 1 MB", sentence=sentence)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if isinstance(error, ValueError) else "too deep"
+        sentence = f"model.config is not JSON that can be read ({reason[:120]})."
+        raise PlanError("model.config", None, "a JSON object", sentence=sentence) from None
+    if not isinstance(value, dict):
+        raise PlanError("model.config", value, "a JSON object")
+    return value
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read a config.json (or the one in a model folder); raises PlanError with the reason."""
+    target = path / "config.json" if path.is_dir() else path
+    try:
+        with target.open("rb") as file:
+            return parse_config_text(file.read(MAX_CONFIG_BYTES + 1))
+    except OSError as error:
+        sentence = f"model.config cannot be read from {target.name}: {error.strerror or error}."
+        raise PlanError("model.config", target.name, "a file", sentence=sentence) from None
+
+
+class _Fields:
+    """The keys of one configuration, checked as they are read; errors name the dotted field."""
+
+    def __init__(
+        self, family: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
+    ) -> None:
+        self.family = family
+        self.values = {**default_values(family), **config, **overrides}
+        self._edited = frozenset(overrides)
+        self._own_names = {common: own for own, common in own_names(family).items()}
+
+    def field(self, key: str) -> str:
+        """Return the dotted name that a person would look for."""
+        root = "overrides" if key in self._edited else "config"
+        return f"model.{root}.{self._own_names.get(key, key)}"
+
+    def size(self, key: str) -> int:
+        """Return a positive integer within the limit for `key`."""
+        if key not in self.values:
+            sentence = f"{self.field(key)} is missing: a {self.family} configuration needs it."
+            raise PlanError(self.field(key), None, "present", sentence=sentence)
+        return check_integer(self.field(key), self.values[key], 1, SIZE_LIMITS[key])
+
+    def optional_size(self, key: str) -> int | None:
+        """Return a positive integer, or None where the key is null or absent."""
+        return None if self.values.get(key) is None else self.size(key)
+
+    def flag(self, key: str) -> bool:
+        """Return a boolean, false where absent."""
+        return check_boolean(self.field(key), self.values.get(key, False))
+
+    def optional_number(self, key: str) -> float | None:
+        """Return a positive number, or None where the key is null or absent."""
+        value = self.values.get(key)
+        return None if value is None else check_number(self.field(key), value, 1e-30, 1e30)
+
+
+def _sliding_layers(fields: _Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """Return the window and which layers use it, by the rule of the family's configuration."""
+    window = fields.optional_size("sliding_window")
+    if fields.family in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
+        window = None
+    kinds = fields.values.get("layer_types")
+    if kinds is not None:
+        layers = _read_layer_types(fields, kinds, num_layers)
+    elif fields.family == "gemma2":
+        layers = tuple(i % 2 == 0 for i in range(num_layers))
+    elif fields.family in ("qwen2", "qwen3"):
+        name = fields.field("max_window_layers")
+        first = check_integer(name, fields.values["max_window_layers"], 0, 4096)
+        layers = tuple(window is not None and i >= first for i in range(num_layers))
+    else:
+        layers = (window is not None,) * num_layers
+    if any(layers) and window is None:
+        name = fields.field("sliding_window")
+        raise PlanError(name, None, "a positive integer, as some layers are sliding_attention")
+    return (window, layers) if any(layers) else (None, layers)
+
+
+def _read_layer_types(fields: _Fields, kinds: object, num_layers: int) -> tuple[bool, ...]:
+    name = fields.field("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise PlanError(name, kinds, f"a list of {num_layers} names, one per layer")
+    for kind in kinds:
+        if kind not in _LAYER_KINDS:
+            raise PlanError(name, kind, "made of " + " and ".join(_LAYER_KINDS))
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def _head_dim(fields: _Fields, hidden_size: int, num_heads: int) -> int:
+    """Return head_dim as given, else hidden_size / num_attention_heads."""
+    given = None if fields.family == "gpt2" else fields.optional_size("head_dim")
+    must_divide = given is None or fields.family in _HIDDEN_DIVIDES_BY_HEADS
+    if must_divide and hidden_size % num_heads:
+        allowed = f"a divisor of hidden_size ({hidden_size})"
+        raise PlanError(fields.field("num_attention_heads"), num_heads, allowed)
+    head_dim = given or hidden_size // num_heads
+    if fields.family != "gpt2" and head_dim % 2:
+        raise PlanError(fields.field("head_dim"), head_dim, "even, as rotary positions need pairs")
+    return head_dim
+
+
+def _num_kv_heads(fields: _Fields, num_heads: int) -> int:
+    """Return the key-value heads; they must divide the query heads."""
+    num_kv_heads = fields.optional_size("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        allowed = f"a divisor of num_attention_heads ({num_heads})"
+        raise PlanError(fields.field("num_key_value_heads"), num_kv_heads, allowed)
+    return num_kv_heads
+
+
+def _experts(fields: _Fields) -> tuple[int, int]:
+    if fields.family != "mixtral":
+        return 0, 0
+    experts, active = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
+    if active > experts:
+        name = fields.field("num_experts_per_tok")
+        raise PlanError(name, active, f"at most num_local_experts ({experts})")
+    return experts, active
+
+
+def _check_activation(fields: _Fields) -> None:
+    key = _ACTIVATION_KEYS.get(fields.family, "hidden_act")
+    modelled = _ACTIVATIONS.get(fields.family, "silu")
+    if fields.values[key] != modelled:
+        raise PlanError(
+            fields.field(key), fields.values[key], f"{modelled}, the one modelled for this family"
+        )
+
+
+def _hf_config(spec: ModelSpec, fields: _Fields) -> dict[str, Any]:
+    """Return the fields from which transformers builds exactly the modelled tensors.
+
+    Dropout is off and the special tokens are unset, so that any vocabulary size can be built.
+    """
+    kept = {key: fields.values[key] for key in sorted(modelled_keys(spec.family))}
+    kept |= {key: 0.0 for key in DROPOUT_KEYS if key in kept}
+    if fields.values.get("rope_theta") is not None:
+        kept["rope_theta"] = fields.values["rope_theta"]
+    if spec.family != "gpt2":
+        kept |= {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return {"model_type": spec.family, **with_own_names(spec.family, kept), **special}
+
+
+def _build(name: str, fields: _Fields, flags: tuple[str, ...]) -> ModelSpec:
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    layers = fields.size("num_hidden_layers")
+    if fields.family == "gpt2" and fields.values["intermediate_size"] is None:
+        fields.values["intermediate_size"] = 4 * hidden
+    window, sliding_layers = _sliding_layers(fields, layers)
+    experts, active_experts = _experts(fields)
+    bias = fields.family == "gpt2" or fields.flag("attention_bias")
+    spec = ModelSpec(
+        name=name,
+        family=fields.family,
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=_num_kv_heads(fields, heads),
+        head_dim=_head_dim(fields, hidden, heads),
+        max_positions=fields.size("max_position_embeddings"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        num_experts=experts,
+        experts_per_token=active_experts,
+        qkv_bias=bias or fields.family == "qwen2",
+        attention_out_bias=bias,
+        mlp_bias=fields.family == "gpt2" or fields.flag("mlp_bias"),
+        attention_logit_softcap=fields.optional_number("attn_logit_softcapping"),
+        final_logit_softcap=fields.optional_number("final_logit_softcapping"),
+        parameters=0,
+        hf_config={},
+        flags=flags,
+    )
+    parameters = count_parameters(spec)
+    if parameters > MAX_PARAMETERS:
+        sentence = f"model.config has {parameters:,} parameters: at most {MAX_PARAMETERS:,}."
+        raise PlanError("model.config", parameters, "fewer parameters", sentence=sentence)
+    return replace(spec, parameters=parameters, hf_config=_hf_config(spec, fields))
+
+
+def _family_of(config: Mapping[str, Any]) -> str:
+    family = config.get("model_type")
+    supported = ", ".join(SUPPORTED_FAMILIES)
+    if family is None:
+        sentence = f"model.config.model_type is missing: it must be one of {supported}."
+        raise PlanError("model.config.model_type", None, supported, sentence=sentence)
+    if not isinstance(family, str) or family not in SUPPORTED_FAMILIES:
+        raise PlanError("model.config.model_type", family, f"one of {supported}")
+    return family
+
+
+def _check_plain_values(fields: _Fields) -> list[str]:
+    """Check values that only have to be well-formed; return sentences about dropout."""
+    for key in BOOLEAN_KEYS:
+        fields.flag(key)
+    for key in POSITIVE_NUMBER_KEYS:
+        fields.optional_number(key)
+    sentences = []
+    for key in DROPOUT_KEYS:
+        value = fields.values.get(key)
+        if value is not None and check_number(fields.field(key), value, 0.0, 1.0) > 0:
+            sentences.append(f"{key} is {value:g}: planned and run without dropout.")
+    return sentences
+
+
+def _check_editable(family: str, overrides: Mapping[str, Any]) -> None:
+    editable = modelled_keys(family) | {"rope_theta"}
+    for key, value in overrides.items():
+        if key not in editable:
+            allowed = ", ".join(sorted(with_own_names(family, dict.fromkeys(editable))))
+            sentence = f"model.overrides.{key[:60]} cannot be edited: {family} has {allowed}."
+            raise PlanError(f"model.overrides.{key}", value, allowed, sentence=sentence)
+
+
+def spec_from_config(
+    config: Mapping[str, Any], *, name: str, overrides: Mapping[str, Any] | None = None
+) -> ModelSpec:
+    """Check a Hugging Face configuration and return its ModelSpec.
+
+    Keys that are absent take the class default of transformers (data/config_defaults.json).
+    Raises PlanError naming the field for anything missing, malformed or not modelled.
+    """
+    text = canonical_json("model.config", check_mapping("model.config", config))
+    edits = check_mapping("model.overrides", overrides or {})
+    return _cached_spec(check_text("model.name", name), text, canonical_json("model", edits))
+
+
+@lru_cache(maxsize=256)
+def _cached_spec(name: str, config_text: str, overrides_text: str) -> ModelSpec:
+    raw: dict[str, Any] = json.loads(config_text)
+    family = _family_of(raw)
+    config = with_common_names(family, raw)
+    overrides = with_common_names(family, json.loads(overrides_text))
+    _check_editable(family, overrides)
+    if "num_hidden_layers" in overrides and "layer_types" not in overrides:
+        # The list of kinds has one entry per layer: the family's own pattern fills a new depth.
+        config.pop("layer_types", None)
+    fields = _Fields(family, config, overrides)
+    refuse_unmodelled_keys(family, fields.values)
+    _check_activation(fields)
+    flags = _check_plain_values(fields) + flag_unknown_keys(family, fields.values)
+    return _build(name, fields, tuple(flags))

@@ -1,0 +1,104 @@
+"""Which keys of a Hugging Face configuration are read, ignored, flagged or refused, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from planner.errors import PlanError, describe_value
+
+REQUIRED_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+SIZE_LIMITS = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "max_position_embeddings": 2**30,
+    "sliding_window": 2**30,
+    "num_local_experts": 1024,
+    "num_experts_per_tok": 1024,
+}
+BOOLEAN_KEYS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+POSITIVE_NUMBER_KEYS = (
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "query_pre_attn_scalar",
+)
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
+
+
+@cache
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = json.loads(
+        files("planner").joinpath(f"data/{name}.json").read_text()
+    )
+    return table
+
+
+def default_values(family: str) -> dict[str, Any]:
+    """Return the class defaults of transformers for the keys modelled in `family`."""
+    return dict(_table("config_defaults")[family]["defaults"])
+
+
+def own_names(family: str) -> dict[str, str]:
+    """Return the names that only this family uses (n_embd) with the common ones (hidden_size)."""
+    return dict(_table("config_defaults")[family].get("own_names", {}))
+
+
+def with_common_names(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with the family's own names replaced by the common ones."""
+    names = own_names(family)
+    return {names.get(key, key): value for key, value in values.items()}
+
+
+def with_own_names(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with the common names replaced by the family's own ones."""
+    names = {common: own for own, common in own_names(family).items()}
+    return {names.get(key, key): value for key, value in values.items()}
+
+
+def modelled_keys(family: str) -> frozenset[str]:
+    """Return the keys (common names) whose value is read for `family`."""
+    return frozenset({*default_values(family), *REQUIRED_KEYS})
+
+
+def refuse_unmodelled_keys(family: str, values: Mapping[str, Any]) -> None:
+    """Raise PlanError for the first key that says the model has something we do not model."""
+    experts = {"num_local_experts"} if family == "mixtral" else set()
+    for key, what in _table("config_keys")["refused"]["keys"].items():
+        if key not in experts and values.get(key):
+            field = f"model.config.{key}"
+            sentence = (
+                f"{field} is {describe_value(values[key])}: {what} in a {family} model "
+                "is not modelled."
+            )
+            raise PlanError(field, values[key], "absent, null or false", sentence=sentence)
+
+
+def flag_unknown_keys(family: str, values: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for every key that is neither modelled nor known to be harmless."""
+    table = _table("config_keys")
+    named = {*modelled_keys(family), *table["ignored"]["keys"], *table["refused"]["keys"]}
+    unknown = sorted(set(values) - named)
+    flags = [f"{key[:60]} is not read for a {family} model." for key in unknown]
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    partial = values.get("partial_rotary_factor", nested)
+    if partial not in (None, 1, 1.0):
+        flags.append("partial_rotary_factor is planned and run as 1: all of a head is rotated.")
+    if values.get("auto_map"):
+        flags.append("auto_map names code in the repository: it is never downloaded or run.")
+    return flags
