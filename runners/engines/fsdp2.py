@@ -1,0 +1,182 @@
+"""PyTorch's FSDP2 behind the engine interface: stage 2 keeps gathered layers, stage 3 frees them.
+
+Every decoder layer is one FSDP unit and the rest of the model another, which FSDP2 never frees
+after the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from runners.zero.collectives import Collectives
+from runners.zero.groups import (
+    decoder_layers,
+    find_owners,
+    initialise_parameter,
+    refill_buffers,
+    storage_bytes,
+)
+from runners.zero.optimizer import build_optimizer, state_tensors
+
+
+class Fsdp2Engine:
+    """Shards `model` with `fully_shard` over the default process group, which must exist.
+
+    In `mixed` the sharded parameters are fp32, the computation bf16 and the reduction fp32. With
+    accumulation every micro-batch is reduced, as FSDP2 does by default. A model on the meta
+    device is drawn from `seed`; otherwise its values are kept, and must be equal on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stage: int,
+        optimizer: str,
+        precision: str,
+        lr: float,
+        device: torch.device,
+        collectives: Collectives,
+        seed: int = 0,
+    ) -> None:
+        if stage not in (2, 3):
+            raise ValueError(f"FSDP2 has no ZeRO stage {stage!r}: it shards like stage 2 or 3")
+        self.stage = stage
+        self.collectives = collectives
+        self._model = model
+        if precision == "bf16":
+            _cast_parameters(model, torch.bfloat16)
+        self._shard_modules(precision, device)
+        _materialise(model, device, collectives, seed)
+        self._optimizer = build_optimizer(optimizer, model.parameters(), lr)
+
+    def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
+        """Run the backward pass of `loss`; FSDP2's hooks reduce every micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Step the optimizer on the sharded parameters and free their gradients."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return a copy of every parameter, gathered from all ranks (not counted)."""
+        return {
+            name: parameter.full_tensor().detach().clone()
+            for name, parameter in self._model.named_parameters()
+        }
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of sharded parameters, gradients and optimizer states held now."""
+        parameters = list(self._model.parameters())
+        return {
+            "parameter_bytes": _local_bytes(parameters),
+            "gradient_bytes": _local_bytes([p.grad for p in parameters if p.grad is not None]),
+            "optimizer_bytes": _local_bytes(state_tensors(self._optimizer)),
+        }
+
+    def _shard_modules(self, precision: str, device: torch.device) -> None:
+        policy = MixedPrecisionPolicy()
+        if precision == "mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(device.type, (self.collectives.world_size,))
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        layers = decoder_layers(self._model)
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=self.stage == 3, **options)
+        fully_shard(self._model, **options)
+        for unit in (*layers, self._model):
+            unit.set_custom_all_gather(_AllGather(self.collectives))
+            unit.set_custom_reduce_scatter(_ReduceScatter(self.collectives))
+
+
+class _DefaultAllocation:
+    """Allocates as FSDP2's own collectives do, so that memory stays what it is without us."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_DefaultAllocation):
+    """FSDP2's all-gather through our counted collectives, which the solo world can replace."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        self._collectives.all_gather(output_tensor, input_tensor)
+
+
+class _ReduceScatter(_DefaultAllocation):
+    """FSDP2's reduce-scatter through our counted collectives."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._collectives.reduce_scatter(output_tensor, input_tensor, op)
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _materialise(
+    model: nn.Module, device: torch.device, collectives: Collectives, seed: int
+) -> None:
+    owners_of = find_owners(model)
+    if not any(parameter.is_meta for parameter in owners_of):
+        return
+    buffers = {name: buffer for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for owners in owners_of.values():
+        parameter = owners[0].module._parameters[owners[0].attribute]
+        assert isinstance(parameter, DTensor)
+        # `to_empty` gives each place of a tied weight a tensor of its own: tie them again.
+        for owner in owners[1:]:
+            owner.module._parameters[owner.attribute] = parameter
+        _fill_shard(parameter, owners[0].name, collectives, seed)
+    _restore_meta_buffers(model, buffers)
+    refill_buffers(model, device)
+
+
+@torch.no_grad()
+def _fill_shard(parameter: DTensor, name: str, collectives: Collectives, seed: int) -> None:
+    local = parameter.to_local()
+    full = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+    initialise_parameter(full, name, seed)
+    rows = torch.chunk(full, collectives.world_size)
+    if local.numel():
+        local.copy_(rows[collectives.rank])
+
+
+def _restore_meta_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        if buffer.is_meta:
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path)._buffers[attribute] = buffer
+
+
+def _local_bytes(tensors: Sequence[Tensor]) -> int:
+    return storage_bytes([t.to_local() if isinstance(t, DTensor) else t for t in tensors])

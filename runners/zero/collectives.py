@@ -1,0 +1,129 @@
+"""The three collectives of data-parallel training, counted, over real or pretended ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Calls of one collective, and the payload: bytes of the full (unsharded) buffers."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Collectives(ABC):
+    """Collectives of `world_size` ranks as seen by `rank`; sums, never averages.
+
+    The payload counted is the full buffer's bytes: the tensor of an all-reduce, the input of a
+    reduce-scatter, the output of an all-gather. A ring moves (N-1)/N of it per rank, an
+    all-reduce twice that.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._traffic: dict[str, Traffic] = {}
+        self._counting = True
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum `tensor` over the ranks, in place."""
+        self._count("all_reduce", tensor)
+        self._all_reduce(tensor)
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """Reduce `full` [N * n] over the ranks and leave this rank's part in `output` [n].
+
+        `output` may be this rank's own part of `full`.
+        """
+        self._count("reduce_scatter", full)
+        self._reduce_scatter(output, full, op)
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> None:
+        """Fill `output` [N * n] with every rank's `shard` [n], which may be its own part of it."""
+        self._count("all_gather", output)
+        self._all_gather(output, shard)
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Return calls and bytes per collective since the last reset."""
+        return {name: asdict(traffic) for name, traffic in self._traffic.items()}
+
+    def reset_traffic(self) -> None:
+        """Start counting from zero."""
+        self._traffic.clear()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Run collectives that belong to no training step."""
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+
+    def _count(self, name: str, full: Tensor) -> None:
+        if self._counting:
+            traffic = self._traffic.setdefault(name, Traffic())
+            traffic.calls += 1
+            traffic.bytes += full.numel() * full.element_size()
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType
+    ) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, output: Tensor, shard: Tensor) -> None: ...
+
+
+class ProcessGroupCollectives(Collectives):
+    """Collectives over a real torch.distributed process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
+
+    def _reduce_scatter(self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        dist.reduce_scatter_tensor(output, full, op=op, group=self._group)
+
+    def _all_gather(self, output: Tensor, shard: Tensor) -> None:
+        dist.all_gather_into_tensor(output, shard, group=self._group)
+
+
+class LocalCollectives(Collectives):
+    """One rank alone, which takes every other rank for a copy of itself at rest.
+
+    Outputs are always filled: a gather repeats the rank's own shard, a reduction is the rank's
+    own contribution. No buffer is allocated, and a gather takes at most three kernels at any
+    world size.
+    """
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        """One contribution is its own sum."""
+
+    def _reduce_scatter(self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        own = full.view(self.world_size, -1)[self.rank]
+        if own.data_ptr() != output.data_ptr():
+            output.view(-1).copy_(own)
+
+    def _all_gather(self, output: Tensor, shard: Tensor) -> None:
+        parts, own = output.view(self.world_size, -1), shard.view(-1)
+        if parts[self.rank].data_ptr() != own.data_ptr():
+            parts[self.rank].copy_(own)
+        for others in (parts[: self.rank], parts[self.rank + 1 :]):
+            others.copy_(own.expand_as(others))
