@@ -18,6 +18,7 @@ from db.models import EnvironmentRow, MeasurementRow, RunRow
 from db.queue import Lease
 from db.types import Origin, Role, RunKind, RunState, RunWorld, now_ms
 from db.views import Measurement
+from planner.records import row_id
 
 _FIGURES = ("allocated_bytes", "reserved_bytes", "device_bytes", "step_time_s", "tokens_per_s")
 
@@ -41,25 +42,25 @@ class StoredResult:
 
 
 def store_result(database: Database, lease: Lease, result: StoredResult) -> None:
-    """Store measurement, environment and final state in one transaction; raises StaleLease."""
+    """Store measurement, environment and final state in one transaction.
+
+    Raises StaleLease when the run is no longer held, ValueError when a figure is NaN or infinite.
+    """
     with database.write() as session:
         queue.finish(session, lease, result.state, why=result.why, exit_code=result.exit_code)
         run = session.get_one(RunRow, lease.run_id)
-        parts = {
-            "spec": run.spec,
-            "measured": dict(result.measured),
-            "environment": dict(result.environment),
-        }
+        measured, environment = dict(result.measured), dict(result.environment)
         seen = Measurement(
-            # The run id keeps two runs that saw the very same figures apart.
-            id=content_hash({**parts, "run": run.id})[:16],
+            id=row_id(run.spec, measured, environment),
             kind=run.kind,
             recorded_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             role=Role.EVIDENCE,
             outcome=result.state,
             origin=Origin.HERE,
             run_id=run.id,
-            **parts,
+            spec=run.spec,
+            measured=measured,
+            environment=environment,
         )
         insert_measurement(session, seen, result.error)
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Double,
     Enum,
     ForeignKey,
     Index,
@@ -50,6 +51,7 @@ class Base(DeclarativeBase):
     type_annotation_map: ClassVar[dict[Any, Any]] = {
         # SQLite numbers rows only in a column of type INTEGER, which holds 64 bits there.
         int: BigInteger().with_variant(Integer(), "sqlite"),
+        float: Double(),
         str: Text(),
         dict[str, Any]: JSON(none_as_null=True),
         RunState: _choice(RunState, "state"),
@@ -161,13 +163,17 @@ class EnvironmentRow(Base):
 
 
 class MeasurementRow(Base):
-    """What a run saw. `row_id` is the id of the recorded format, the same wherever it is loaded."""
+    """What a run saw.
+
+    `row_id` is the id of the recorded format: a hash of the content, so two runs that saw the very
+    same figures share it.
+    """
 
     __tablename__ = "measurement"
     __table_args__ = (UniqueConstraint("run_id"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    row_id: Mapped[str] = mapped_column(String(64), unique=True)
+    row_id: Mapped[str] = mapped_column(String(64), index=True)
     run_id: Mapped[str | None] = mapped_column(ForeignKey("run.id"))
     environment_id: Mapped[int] = mapped_column(ForeignKey("environment.id"))
     origin: Mapped[Origin]

@@ -1,0 +1,1 @@
+"""The Alembic environment; `db.upgrade` runs it."""

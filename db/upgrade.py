@@ -1,0 +1,134 @@
+"""Bring a database to the tables of this version, without losing a row of what is there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, Engine, func, inspect, select, table, text
+
+from db.database import connect, display_name, sqlite_file
+from db.problems import DatabaseProblem, translated
+from db.types import now_ms
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+def migration_config(connection: Connection | None = None, scripts: Path = MIGRATIONS) -> Config:
+    """Return the Alembic configuration that runs `scripts` on `connection`."""
+    config = Config()
+    config.set_main_option("script_location", str(scripts))
+    config.attributes["connection"] = connection
+    return config
+
+
+def upgrade(url: URL, *, scripts: Path = MIGRATIONS) -> bool:
+    """Migrate the database to the newest revision; return whether it was empty before.
+
+    An existing file is copied beside itself first. Raises DatabaseProblem with one sentence when
+    the file cannot be written, is not ours or comes from a newer version.
+    """
+    name = display_name(url)
+    file = sqlite_file(url)
+    if file is not None:
+        _require_writable(file)
+    engine = connect(url, foreign_keys=False)
+    try:
+        with _upgrade_lock(file), translated(name):
+            return _upgrade_locked(engine, name, file, scripts)
+    finally:
+        engine.dispose()
+
+
+def _upgrade_locked(engine: Engine, name: str, file: Path | None, scripts: Path) -> bool:
+    directory = ScriptDirectory.from_config(migration_config(scripts=scripts))
+    with engine.connect() as connection:
+        current = MigrationContext.configure(connection).get_current_revision()
+        tables = inspect(connection).get_table_names()
+    _require_ours(directory, current, tables, name)
+    if current == directory.get_current_head():
+        return False
+    if file is not None and current is not None:
+        _back_up(engine, file, current)
+    with engine.execution_options(writes=True).begin() as connection:
+        _migrate(connection, name, scripts)
+    return current is None
+
+
+def _require_writable(file: Path) -> None:
+    if file.is_dir():
+        raise DatabaseProblem(f"The database {file} is a folder: name a file.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseProblem(
+            f"The folder {file.parent} for the database cannot be made: {error.strerror}."
+        ) from error
+    if not os.access(file.parent, os.W_OK):
+        raise DatabaseProblem(f"The folder {file.parent} of the database is read-only.")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise DatabaseProblem(f"The database {file} is read-only: make the file writable.")
+
+
+def _require_ours(
+    directory: ScriptDirectory, current: str | None, tables: list[str], name: str
+) -> None:
+    known = {script.revision for script in directory.walk_revisions()}
+    if current is not None and current not in known:
+        raise DatabaseProblem(
+            f"The database {name} was written by a newer version of Peakmark (revision {current}): "
+            "update Peakmark or choose another database."
+        )
+    if current is None and set(tables) - {"alembic_version"}:
+        raise DatabaseProblem(
+            f"The database {name} holds tables of another program: choose another database."
+        )
+
+
+def _migrate(connection: Connection, name: str, scripts: Path) -> None:
+    before = _row_counts(connection)
+    command.upgrade(migration_config(connection, scripts), "head")
+    after = _row_counts(connection)
+    # Rebuilding a table of an SQLite database can delete its children's rows without a word.
+    harmed = {table for table, rows in before.items() if after.get(table, rows) < rows}
+    if connection.dialect.name == "sqlite":
+        harmed |= {row[0] for row in connection.execute(text("PRAGMA foreign_key_check"))}
+    if harmed:
+        raise DatabaseProblem(
+            f"The database {name} was left as it was: the upgrade would have lost rows of "
+            f"{', '.join(sorted(harmed))}."
+        )
+
+
+def _row_counts(connection: Connection) -> dict[str, int]:
+    counts = {}
+    for name in inspect(connection).get_table_names():
+        counts[name] = connection.scalar(select(func.count()).select_from(table(name))) or 0
+    return counts
+
+
+def _back_up(engine: Engine, file: Path, revision: str) -> None:
+    """Copy the database by SQLite itself: a copy of the file would miss what lies in the WAL."""
+    backup = file.with_name(f"{file.name}.{revision}-{now_ms()}.backup")
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.execute("VACUUM INTO ?", (str(backup),))
+
+
+@contextmanager
+def _upgrade_lock(file: Path | None) -> Iterator[None]:
+    """Let one process migrate an SQLite file at a time; other databases lock their own tables."""
+    if file is None:
+        yield
+        return
+    with file.with_name(f"{file.name}.upgrade.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
