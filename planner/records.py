@@ -23,7 +23,8 @@ from pydantic import (
     ValidationError,
 )
 
-from planner.errors import describe_value
+from planner.checks import canonical_json
+from planner.errors import PlanError, describe_value
 
 SCHEMA = 1
 MAX_LINE_CHARACTERS = 1_000_000
@@ -106,11 +107,10 @@ def row_id(
 ) -> str:
     """Return the first 16 hex digits of the SHA-256 of the canonical JSON of the three parts.
 
-    Canonical: keys sorted, no spaces, ASCII, no NaN or infinity.
+    Raises PlanError where a part holds what JSON cannot, such as NaN.
     """
     parts = {"spec": spec, "measured": measured, "environment": environment}
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+    return hashlib.sha256(canonical_json("row", parts).encode("ascii")).hexdigest()[:16]
 
 
 def parse_row(data: object) -> RecordedRow:
@@ -139,8 +139,8 @@ def _check_spec(kind: Kind, spec: Mapping[str, Any]) -> None:
 def _check_id(row: _Row) -> None:
     try:
         expected = row_id(row.spec, row.measured, row.environment)
-    except ValueError:
-        raise RecordError("measured", "The row holds NaN or infinity: use null.") from None
+    except PlanError as error:
+        raise RecordError(error.field, str(error)) from None
     if row.id != expected:
         raise RecordError(
             "id",

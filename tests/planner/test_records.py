@@ -65,7 +65,7 @@ def test_a_row_survives_reading_and_writing() -> None:
         ({"spec": {"kind": "train_step"}}, "spec.plan", "spec.plan is missing"),
         ({"spec": []}, "spec", "spec is a list"),
         ({"outcome": "Out of memory!"}, "outcome", "outcome is 'Out of memory!'"),
-        ({"measured": {"step_time_s": float("nan")}}, "measured", "NaN"),
+        ({"measured": {"time_s": float("nan")}}, "row.measured.time_s", "NaN"),
         ({"note": 1}, "note", "note is not a field"),
     ],
 )

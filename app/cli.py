@@ -1,0 +1,51 @@
+"""The command line: the same answers as the pages, for people and (with --json) for programs."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from app.commands import (
+    accuracy,
+    doctor,
+    import_rows,
+    plan,
+    prove,
+    runs,
+    sweep,
+    worker,
+)
+from app.commands.output import fail_with
+
+app = typer.Typer(
+    name="peakmark",
+    help="Predict the GPU memory and speed of transformer training and serving, and prove it.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("plan")(plan.plan_command)
+app.command("sweep")(sweep.sweep_command)
+app.command("prove")(prove.prove_command)
+app.command("worker")(worker.worker_command)
+app.add_typer(runs.app, name="runs")
+app.command("accuracy")(accuracy.accuracy_command)
+app.command("import")(import_rows.import_command)
+app.command("doctor")(doctor.doctor_command)
+
+
+def main() -> None:
+    """Run the command line; a wrong input is one sentence on stderr and exit code 2."""
+    as_json = "--json" in sys.argv
+    try:
+        code = app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        code = 2
+    except click.Abort:
+        code = 130
+    except Exception as error:
+        code = fail_with(error, as_json=as_json)
+    sys.exit(code)

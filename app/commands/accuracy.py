@@ -1,0 +1,89 @@
+"""`peakmark accuracy`: today's predictions against every stored measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from app.commands.output import JsonFlag, make_table, print_json, print_line, print_table
+from app.commands.store import opened_database, stored_rows
+
+if TYPE_CHECKING:
+    from planner.accuracy import AccuracyReport, Statistics
+    from planner.records import RecordedRow
+
+COLUMNS = ("n", "mean", "mean |e|", "p90 |e|", "worst")
+
+
+def accuracy_command(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="Files of recorded rows, not the database."),
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Recompute the prediction of every stored measurement and show the errors in percent."""
+    from planner.accuracy import accuracy_report
+
+    report = accuracy_report(read_rows(files or []))
+    if json:
+        print_json(report.to_dict())
+        return
+    print_line(rows_sentence(report))
+    print_table(make_table("All evidence", ("quantity", *COLUMNS), overall_rows(report)))
+    columns = ("group", "value", "quantity", *COLUMNS)
+    print_table(make_table("By group", columns, group_rows(report), words=3))
+    print_line(verdict_sentence(report))
+    for row_id, reason in report.not_predicted.items():
+        print_line(f"Not predicted: {row_id}: {reason}")
+
+
+def read_rows(files: list[Path]) -> list[RecordedRow]:
+    """Return the rows of the files given, else of the database."""
+    from planner.records import read_file
+
+    if files:
+        return [row for file in files for row in read_file(file)]
+    with opened_database() as database:
+        return stored_rows(database)
+
+
+def rows_sentence(report: AccuracyReport) -> str:
+    """Return what was counted and what was not."""
+    return (
+        f"{report.evidence_rows} rows of evidence; not counted: {report.calibration_rows} "
+        f"calibration rows, {report.other_rows} rows of other kinds"
+    )
+
+
+def verdict_sentence(report: AccuracyReport) -> str:
+    """Return the counts of wrong verdicts, with the rows at fault."""
+    fits, refused = report.false_fits, report.false_does_not_fit
+    named = f": {', '.join((*fits, *refused))}" if fits or refused else ""
+    return f"False 'fits': {len(fits)}; false 'does not fit': {len(refused)}{named}"
+
+
+def overall_rows(report: AccuracyReport) -> Iterator[tuple[str, ...]]:
+    """Yield one row per quantity."""
+    for quantity, statistics in report.overall().items():
+        yield quantity, *figures(statistics)
+
+
+def group_rows(report: AccuracyReport) -> Iterator[tuple[str, ...]]:
+    """Yield one row per group, value and quantity."""
+    for group, values in report.by_group().items():
+        for value, quantities in values.items():
+            for quantity, statistics in quantities.items():
+                yield group, value, quantity, *figures(statistics)
+
+
+def figures(statistics: Statistics) -> Iterator[str]:
+    """Yield n and the errors in percent."""
+    yield str(statistics.n)
+    yield f"{statistics.mean_percent:+.2f} %"
+    yield f"{statistics.mean_absolute_percent:.2f} %"
+    yield f"{statistics.p90_percent:.2f} %"
+    yield f"{statistics.worst_percent:+.2f} %"

@@ -1,0 +1,40 @@
+"""Predicted and measured side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.commands.output import make_table
+
+
+def comparison_rows(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
+) -> list[dict[str, Any]]:
+    """Return quantity, predicted, measured and error in percent, where the world is honest."""
+    from planner.accuracy import compare
+
+    return [
+        {
+            "quantity": found.quantity,
+            "predicted": found.predicted,
+            "measured": found.measured,
+            "error_percent": found.error_percent,
+        }
+        for found in compare(prediction, measured, world)
+    ]
+
+
+def comparison_table(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
+) -> Any:
+    """Build the table of predicted against measured."""
+    from planner.units import format_bytes, format_seconds
+
+    rows = []
+    for row in comparison_rows(prediction, measured, world):
+        show = format_seconds if row["quantity"] == "step_time" else format_bytes
+        predicted, seen = show(row["predicted"]), show(row["measured"])
+        rows.append((row["quantity"], predicted, seen, f"{row['error_percent']:+.2f} %"))
+    columns = ("quantity", "predicted", "measured", "error")
+    return make_table("Predicted against measured", columns, rows)

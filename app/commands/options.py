@@ -1,0 +1,136 @@
+"""The options that describe a plan, and the way from them to a checked plan."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.commands.output import InputError
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+
+def _option(text: str, kind: type = str, names: tuple[str, ...] = ()) -> Any:
+    return Annotated[kind | None, typer.Option(*names, help=text)]
+
+
+# By the name that app.state gives the same choice in the URL.
+TARGET_OPTIONS: Mapping[str, Any] = {
+    "model": _option("Model: hub id or short name, such as llama-3.1-8b."),
+    "config": _option("A Hugging Face config.json, instead of --model.", Path),
+    "gpu": _option("GPU: preset id or short name, such as h200, or 'attached'."),
+    "engine": _option("ZeRO engine: peakmark or fsdp2."),
+    "grad_accumulation": _option("Micro-batches per optimizer step.", int),
+    "optimizer": _option("adamw_fused, adamw_foreach, adamw_loop or sgd."),
+    "precision": _option("mixed, bf16, fp32 or autocast."),
+    "attention": _option("eager, sdpa or triton."),
+    "checkpointing": _option("none or full."),
+}
+SIZE_OPTIONS: Mapping[str, Any] = {
+    "gpus": _option("World size: number of GPUs.", int),
+    "zero": _option("ZeRO stage, 0 to 3.", int),
+    "micro_batch": _option("Sequences per GPU and micro-batch.", int),
+    "seq": _option("Tokens per sequence.", int),
+}
+SERVE_OPTIONS: Mapping[str, Any] = {
+    "serve": Annotated[bool, typer.Option("--serve", help="Plan serving instead of training.")],
+    "context": _option("Serving: tokens per sequence.", int),
+    "sequences": _option("Serving: sequences at once.", int),
+    "weights_dtype": _option("Serving: bf16, fp16, fp32, fp8, int8 or int4."),
+    "kv_dtype": _option("Serving: bf16, fp16, fp32, fp8 or int8."),
+}
+
+
+def with_options(*groups: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of `groups`; it receives them as one mapping `chosen`."""
+    options = {name: annotation for group in groups for name, annotation in group.items()}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values()]
+        own = [parameter for parameter in own if parameter.name != "chosen"]
+
+        def call(**arguments: Any) -> Any:
+            chosen = {name: arguments.pop(name) for name in options}
+            return command(chosen=chosen, **arguments)
+
+        call.__doc__ = command.__doc__
+        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=False if name == "serve" else None,
+                    annotation=annotation,
+                )
+                for name, annotation in options.items()
+            ]
+            + [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        )
+        call.__annotations__ = {
+            **options,
+            **{parameter.name: parameter.annotation for parameter in own},
+        }
+        return call
+
+    return decorate
+
+
+def plan_from(chosen: Mapping[str, Any]) -> Plan:
+    """Return the checked plan that the options describe; raises PlanError or InputError.
+
+    An option that was not given has the default of the Plan page.
+    """
+    from app.state import DEFAULTS, plan_mapping
+    from planner.plan import parse_plan
+
+    given = {name: value for name, value in chosen.items() if value is not None}
+    values = {**DEFAULTS, **given, "job": "serve" if given.get("serve") else "train"}
+    return parse_plan(plan_mapping(values, model_part(values), hardware_part(values["gpu"])))
+
+
+def model_part(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's model: a preset, a config.json, or a configuration from the hub."""
+    if values.get("config") is not None:
+        from planner.config_input import read_config_file
+
+        path = Path(values["config"])
+        named = path if path.is_dir() else path.parent
+        return {"config": read_config_file(path), "name": named.resolve().name or "custom model"}
+    name = values["model"]
+    if is_preset(name):
+        return {"preset": name}
+    from planner.hub import fetch_config
+
+    return {"config": fetch_config(name), "name": name}
+
+
+def is_preset(name: str) -> bool:
+    """Whether a model is known by this name; only an unknown name with a slash is a hub id."""
+    from planner.errors import PlanError
+    from planner.presets import resolve_preset
+
+    if "/" not in name:
+        return True
+    try:
+        resolve_preset(name)
+    except PlanError:
+        return False
+    return True
+
+
+def hardware_part(name: str) -> dict[str, Any]:
+    """Return a plan's hardware: a preset, or the first attached GPU for 'attached'."""
+    if name != "attached":
+        return {"preset": name}
+    from planner.attached import attached_gpus
+
+    found = attached_gpus()
+    if not found:
+        sentence = "No GPU is attached to this machine: name a preset, such as --gpu h200."
+        raise InputError("gpu", name, "a GPU preset", sentence)
+    return found[0].to_dict()

@@ -1,0 +1,106 @@
+"""What every command prints through: JSON on stdout, or tables; errors as one sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
+VERDICT_STYLES = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}
+VERDICT_WORDS = {"fits": "fits", "tight": "tight", "does_not_fit": "does not fit"}
+
+
+class InputError(click.ClickException):
+    """A wrong input of a command, with the fields of the JSON error."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, allowed: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    json.dump(document, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def print_line(text: str) -> None:
+    """Print text on stdout, with rich's markup."""
+    from rich.console import Console
+
+    Console(highlight=False).print(text)
+
+
+def print_table(table: Table) -> None:
+    """Print a table on stdout, as wide as it needs to be when stdout is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    console.print(table)
+
+
+def make_table(
+    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1
+) -> Table:
+    """Build a table whose first `words` columns are text and whose other columns are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < words else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def verdict_text(state: str) -> str:
+    """Return a verdict's word in its colour."""
+    return f"[{VERDICT_STYLES[state]}]{VERDICT_WORDS[state]}[/]"
+
+
+def describe(error: Exception) -> dict[str, Any] | None:
+    """Return field, value, allowed and message of a foreseen error; None for a bug."""
+    if isinstance(error, click.UsageError):
+        parameter = getattr(error, "param", None)
+        name = parameter.name if parameter is not None else getattr(error, "option_name", None)
+        return _fields(name, None, None, error.format_message())
+    if isinstance(error, InputError):
+        return _fields(error.field, error.value, error.allowed, error.message)
+    # Looked up late: a command that needs neither does not pay for their import.
+    kind = type(error).__name__
+    if kind in {"PlanError", "RecordError"}:
+        value, allowed = getattr(error, "value", None), getattr(error, "allowed", None)
+        return _fields(getattr(error, "field", None), value, allowed, str(error))
+    if kind == "DatabaseProblem":
+        return _fields("database", None, None, str(error))
+    return None
+
+
+def _fields(field: Any, value: Any, allowed: Any, message: str) -> dict[str, Any]:
+    return {"field": field, "value": value, "allowed": allowed, "message": message}
+
+
+def fail_with(error: Exception, *, as_json: bool) -> int:
+    """Report an error and return the exit code 2; an error that nobody foresaw is raised again."""
+    described = describe(error)
+    if described is None:
+        raise error
+    sys.stderr.write(f"peakmark: {described['message']}\n")
+    if as_json:
+        sys.stdout.write(json.dumps({"error": described}, default=repr) + "\n")
+    return 2

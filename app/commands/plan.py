@@ -1,0 +1,94 @@
+"""`peakmark plan`: predicted memory, verdict and speed of one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from app.commands.options import (
+    SERVE_OPTIONS,
+    SIZE_OPTIONS,
+    TARGET_OPTIONS,
+    plan_from,
+    with_options,
+)
+from app.commands.output import (
+    VERDICT_STYLES,
+    JsonFlag,
+    make_table,
+    print_json,
+    print_line,
+    print_table,
+)
+
+
+@with_options(TARGET_OPTIONS, SIZE_OPTIONS, SERVE_OPTIONS)
+def plan_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
+    """Predict peak memory and speed of a training or serving plan."""
+    from planner.predict import predict
+
+    prediction = predict(plan_from(chosen)).to_dict()
+    if json:
+        print_json(prediction)
+        return
+    print_verdict(prediction)
+    if prediction["serving"]:
+        print_table(make_table("Serving", ("quantity", "value"), serving_rows(prediction)))
+    else:
+        columns = ("component", "bytes", "formula")
+        print_table(make_table(memory_title(prediction), columns, memory_rows(prediction)))
+    print_line(speed_sentence(prediction))
+    for note in prediction["notes"]:
+        print_line(f"Note: {note}")
+
+
+def print_verdict(prediction: Mapping[str, Any]) -> None:
+    """Print the model's line and the verdict's sentence in its colour."""
+    from planner.units import format_count
+
+    model, verdict = prediction["model"], prediction["verdict"]
+    print_line(f"{model['name']}: {format_count(model['parameters'])} parameters")
+    print_line(f"[{VERDICT_STYLES[verdict['state']]}]{verdict['sentence']}[/]")
+
+
+def memory_title(prediction: Mapping[str, Any]) -> str:
+    """Return the heading of the memory table: when the peak is, on which rank."""
+    memory = prediction["memory"]
+    return f"Peak in {memory['peak_phase']} on rank {memory['rank']}"
+
+
+def memory_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows from components to allocated, reserved and device bytes."""
+    from planner.units import format_bytes
+
+    memory = prediction["memory"]
+    for part in memory["components"]:
+        yield part["name"], format_bytes(part["bytes"]), part["formula"]
+    yield "allocated", format_bytes(memory["allocated_bytes"]), "sum of the above"
+    for part in memory["overheads"]:
+        yield part["name"], format_bytes(part["bytes"]), part["formula"]
+    yield "reserved", format_bytes(memory["reserved_bytes"]), "allocated + segments"
+    yield "device", format_bytes(memory["device_bytes"]), "reserved + context"
+
+
+def serving_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what serving needs and how many sequences fit."""
+    from planner.units import format_bytes
+
+    for name, value in prediction["serving"].items():
+        sized = "bytes" in name and isinstance(value, int)
+        yield name.replace("_", " "), format_bytes(value) if sized else str(value)
+
+
+def speed_sentence(prediction: Mapping[str, Any]) -> str:
+    """Return the line about speed, with its label."""
+    from planner.units import format_seconds
+
+    speed = prediction["throughput"]
+    if not speed:
+        return "Speed: not predicted for serving yet."
+    return (
+        f"Step {format_seconds(speed['step_time_s'])}, "
+        f"{speed['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU, "
+        f"MFU {speed['mfu']:.1%}, bound by {speed['bound']} ({speed['label']})"
+    )

@@ -1,0 +1,142 @@
+"""`peakmark runs`: the runs of the database; show, cancel or export them."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.commands.output import (
+    InputError,
+    JsonFlag,
+    make_table,
+    print_json,
+    print_line,
+    print_table,
+)
+from app.commands.store import opened_database
+
+if TYPE_CHECKING:
+    from db.engine import Database
+    from db.views import RunDetail, RunSummary
+
+app = typer.Typer(help="List runs, newest first; show, cancel or export them.")
+RunId = Annotated[str, typer.Argument(help="The id that `peakmark runs` shows.")]
+
+
+@app.callback(invoke_without_command=True)
+def runs_command(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Newest runs to list.")] = 50,
+    json: JsonFlag = False,
+) -> None:
+    """List runs, newest first; show, cancel or export them."""
+    if context.invoked_subcommand is not None:
+        return
+    from db.repository import list_runs
+
+    with opened_database() as database:
+        found = list_runs(database, limit=limit)
+    if json:
+        print_json({"schema": 1, "runs": [run.to_dict() for run in found]})
+        return
+    columns = ("id", "model", "hardware", "world", "state", "predicted", "measured", "error")
+    print_table(make_table(None, columns, [run_row(run) for run in found], words=5))
+
+
+def run_row(run: RunSummary) -> tuple[str, ...]:
+    """Return one line of the table; the figures are allocated bytes."""
+    from planner.units import format_bytes
+
+    ours, seen = run.predicted_allocated_bytes, run.measured_allocated_bytes
+    error = f"{100 * (ours - seen) / seen:+.2f} %" if ours is not None and seen else "-"
+    return (
+        run.id,
+        run.model_name or "-",
+        run.hardware_name or "-",
+        run.world.value,
+        "cancelling" if run.cancelling else run.state.value,
+        "-" if ours is None else format_bytes(ours),
+        "-" if seen is None else format_bytes(seen),
+        error,
+    )
+
+
+def require_run(database: Database, run_id: str) -> RunDetail:
+    """Return a run; raises InputError when there is none of this id."""
+    from db.repository import get_run
+
+    found = get_run(database, run_id)
+    if found is None:
+        sentence = f"There is no run {run_id[:60]!r}: `peakmark runs` lists them."
+        raise InputError("id", run_id, "the id of a run", sentence)
+    return found
+
+
+def run_document(database: Database, run_id: str) -> dict[str, Any]:
+    """Return everything known of a run as JSON, with its history."""
+    from dataclasses import asdict
+
+    from db.repository import run_events
+
+    detail = require_run(database, run_id).to_dict()
+    return {"schema": 1, **detail, "events": [asdict(e) for e in run_events(database, run_id)]}
+
+
+@app.command("show")
+def show_command(run_id: RunId, json: JsonFlag = False) -> None:
+    """Show one run: what was asked, what happened, predicted and measured."""
+    from app.commands.comparison import comparison_table
+
+    with opened_database() as database:
+        detail = require_run(database, run_id)
+        document = run_document(database, run_id)
+    if json:
+        print_json(document)
+        return
+    summary = detail.summary
+    print_line(f"{summary.id}: {summary.state.value} in world {summary.world.value}")
+    print_line(f"{summary.model_name or '-'} on {summary.hardware_name or '-'}")
+    if summary.why:
+        print_line(summary.why)
+    if detail.prediction and detail.measured:
+        print_table(comparison_table(detail.prediction, detail.measured, summary.world.value))
+
+
+@app.command("cancel")
+def cancel_command(run_id: RunId, json: JsonFlag = False) -> None:
+    """Cancel a queued run, or ask a running one to stop."""
+    from db.repository import request_cancel
+
+    with opened_database() as database:
+        require_run(database, run_id)
+        asked = request_cancel(database, run_id, who="command line")
+        state = require_run(database, run_id).summary.state.value
+    if json:
+        print_json({"schema": 1, "id": run_id, "cancelled": asked, "state": state})
+    else:
+        print_line(f"{run_id}: {state}" if asked else f"{run_id} has ended already: {state}")
+
+
+@app.command("export")
+def export_command(
+    file: Annotated[Path, typer.Argument(help="The .jsonl file to write.")],
+    json: JsonFlag = False,
+) -> None:
+    """Write every measurement made here as rows of the recorded/ format."""
+    from app.commands.store import stored_rows
+
+    with opened_database() as database:
+        rows = [row for row in stored_rows(database) if row.outcome in ("done", "oom_device")]
+    try:
+        with file.open("w", encoding="utf-8") as target:
+            target.writelines(json_module.dumps(row.to_dict()) + "\n" for row in rows)
+    except OSError as error:
+        sentence = f"{file} cannot be written: {error.strerror}."
+        raise InputError("file", str(file), "a file that can be written", sentence) from None
+    if json:
+        print_json({"schema": 1, "file": str(file), "rows": len(rows)})
+    else:
+        print_line(f"{len(rows)} rows written to {file}")

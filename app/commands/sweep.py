@@ -1,0 +1,89 @@
+"""`peakmark sweep`: what fits over ZeRO stage, world size, micro-batch and sequence length."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from app.commands.options import TARGET_OPTIONS, plan_from, with_options
+from app.commands.output import InputError, JsonFlag, make_table, print_json, print_table
+from app.commands.output import VERDICT_STYLES
+
+MAX_POINTS = 100_000
+LIST_OPTIONS: Mapping[str, Any] = {
+    "zero": Annotated[str | None, typer.Option(help="ZeRO stages, such as 0,1,2,3.")],
+    "gpus": Annotated[str | None, typer.Option(help="World sizes, such as 1,8,64.")],
+    "micro_batch": Annotated[str | None, typer.Option(help="Micro-batches, such as 1,2,4.")],
+    "seq": Annotated[str | None, typer.Option(help="Sequence lengths, such as 2048,8192.")],
+}
+WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@with_options(TARGET_OPTIONS, LIST_OPTIONS)
+def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
+    """Show which of many training plans fit: every combination of the lists given."""
+    from planner.search import grid
+
+    axes = {name: read_list(name, chosen[name]) for name in LIST_OPTIONS}
+    plan = plan_from({name: chosen[name] for name in TARGET_OPTIONS} | first_of_each(axes))
+    stages = axes["zero"] or ((2, 3) if plan.parallelism.engine == "fsdp2" else (0, 1, 2, 3))
+    lists = {
+        "zero_stages": stages,
+        "world_sizes": axes["gpus"] or WORLD_SIZES,
+        "micro_batches": axes["micro_batch"] or (plan.workload.micro_batch,),
+        "sequence_lengths": axes["seq"] or (plan.workload.sequence_length,),
+    }
+    check_size(lists)
+    points = list(grid(plan, **lists))
+    if json:
+        print_json({"schema": 1, "plan": plan.to_dict(), "points": points})
+    else:
+        print_table(fit_table(points, stages))
+
+
+def read_list(name: str, text: str | None) -> tuple[int, ...]:
+    """Read integers separated by commas; raises InputError naming the option."""
+    if text is None:
+        return ()
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        allowed = "integers separated by commas"
+        sentence = f"--{name.replace('_', '-')} is {text[:60]!r}: it must be {allowed}."
+        raise InputError(name, text, allowed, sentence) from None
+
+
+def first_of_each(axes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return one value per list given, so that the plan's own checks see the extremes."""
+    return {name: values[0] for name, values in axes.items() if values}
+
+
+def check_size(lists: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a grid that would take more than a second or so."""
+    from math import prod
+
+    points = prod(len(values) for values in lists.values())
+    if points > MAX_POINTS:
+        allowed = f"at most {MAX_POINTS:,} plans"
+        raise InputError("sweep", points, allowed, f"The sweep has {points:,} plans: {allowed}.")
+
+
+def fit_table(points: Iterable[Mapping[str, Any]], stages: Iterable[int]) -> Any:
+    """Build the table: one row per sequence length, micro-batch and world size, stages across."""
+    from planner.units import format_bytes
+
+    cells: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
+    for point in points:
+        key = (point["sequence_length"], point["micro_batch"], point["world_size"])
+        size = format_bytes(point["device_bytes"])
+        cells[key][point["zero_stage"]] = f"[{VERDICT_STYLES[point['verdict']]}]{size}[/]"
+    columns = ("sequence", "micro-batch", "GPUs", *(f"ZeRO-{stage}" for stage in stages))
+    rows = [
+        (*(f"{part:,}" for part in key), *(row[stage] for stage in stages))
+        for key, row in sorted(cells.items())
+    ]
+    title = "Device memory per GPU (green: fits, yellow: tight, red: does not fit)"
+    return make_table(title, columns, rows, words=0)

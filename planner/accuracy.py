@@ -1,0 +1,285 @@
+"""How far predictions are from measurements: today's planner against every recorded row.
+
+Error in percent: 100 x (predicted - measured) / measured. Rows whose role is calibration are
+listed and never counted; an out-of-memory row counts for the verdict only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from planner.errors import PlanError
+from planner.plan import Job, Plan, parse_plan
+from planner.predict import predict
+from planner.records import Kind, RecordedRow, Role
+
+SCHEMA = 1
+MEMORY_QUANTITIES = ("allocated", "reserved", "device")
+STATE_COMPONENTS = ("parameters", "gradients", "optimizer")
+DONE = "done"
+OUT_OF_MEMORY = "oom_device"
+# Worlds in which a step takes the time it takes in earnest (docs/architecture.md).
+TIMED_WORLDS = frozenset({"nccl"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One quantity predicted and measured, in bytes or seconds."""
+
+    quantity: str
+    predicted: float
+    measured: float
+
+    @property
+    def error_percent(self) -> float:
+        """Signed error relative to the measurement."""
+        return 100 * (self.predicted - self.measured) / self.measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """One comparison of one recorded row, with the groups that the row belongs to."""
+
+    row_id: str
+    role: Role
+    comparison: Comparison
+    groups: Mapping[str, str] = field(hash=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "row_id": self.row_id,
+            "role": self.role.value,
+            **asdict(self.comparison),
+            "error_percent": self.comparison.error_percent,
+            "groups": dict(self.groups),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Errors of one quantity over some rows, in percent; `worst` keeps its sign."""
+
+    n: int
+    mean_percent: float
+    mean_absolute_percent: float
+    p90_percent: float
+    worst_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccuracyReport:
+    """What `peakmark accuracy` prints.
+
+    `false_fits`: ids of rows that ran out of memory though the planner says they fit;
+    `false_does_not_fit`: ids of rows that ran though it says they do not. `not_predicted` gives
+    the reason for each training row that today's planner refuses.
+    """
+
+    evidence_rows: int
+    calibration_rows: int
+    other_rows: int
+    false_fits: tuple[str, ...]
+    false_does_not_fit: tuple[str, ...]
+    not_predicted: Mapping[str, str] = field(hash=False)
+    residuals: tuple[Residual, ...]
+
+    def overall(self) -> dict[str, Statistics]:
+        """Return the statistics of each quantity over all evidence."""
+        return _by_quantity(self._counted())
+
+    def by_group(self) -> dict[str, dict[str, dict[str, Statistics]]]:
+        """Return the statistics by group ("engine"), value ("fsdp2") and quantity."""
+        parted: dict[str, dict[str, list[Residual]]] = defaultdict(lambda: defaultdict(list))
+        for residual in self._counted():
+            for name, value in residual.groups.items():
+                parted[name][value].append(residual)
+        return {
+            name: {value: _by_quantity(found) for value, found in sorted(values.items())}
+            for name, values in parted.items()
+        }
+
+    def _counted(self) -> list[Residual]:
+        return [r for r in self.residuals if r.role is Role.EVIDENCE]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, with its schema version."""
+        return {
+            "schema": SCHEMA,
+            "rows": {
+                "evidence": self.evidence_rows,
+                "calibration": self.calibration_rows,
+                "other": self.other_rows,
+                "not_predicted": dict(self.not_predicted),
+            },
+            "quantities": _plain(self.overall()),
+            "false_fits": list(self.false_fits),
+            "false_does_not_fit": list(self.false_does_not_fit),
+            "groups": {
+                name: {value: _plain(found) for value, found in values.items()}
+                for name, values in self.by_group().items()
+            },
+            "residuals": [residual.to_dict() for residual in self.residuals],
+        }
+
+
+def _plain(statistics: Mapping[str, Statistics]) -> dict[str, dict[str, Any]]:
+    return {quantity: asdict(found) for quantity, found in statistics.items()}
+
+
+def _by_quantity(residuals: Iterable[Residual]) -> dict[str, Statistics]:
+    errors: dict[str, list[float]] = defaultdict(list)
+    for residual in residuals:
+        errors[residual.comparison.quantity].append(residual.comparison.error_percent)
+    return {quantity: summarize(values) for quantity, values in errors.items()}
+
+
+def summarize(errors_percent: Iterable[float]) -> Statistics:
+    """Return n, signed mean, mean absolute, 90th percentile of the absolute, and worst error.
+
+    The percentile interpolates linearly between the two nearest ranks.
+    """
+    errors = np.fromiter(errors_percent, dtype=np.float64)
+    absolute = np.abs(errors)
+    return Statistics(
+        n=errors.size,
+        mean_percent=float(errors.mean()),
+        mean_absolute_percent=float(absolute.mean()),
+        p90_percent=float(np.percentile(absolute, 90)),
+        worst_percent=float(errors[absolute.argmax()]),
+    )
+
+
+def compare(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
+) -> list[Comparison]:
+    """Pair a prediction's dictionary with what a run measured, where the world is honest for it.
+
+    On the CPU, where device counters are null, the bytes of the training state are compared.
+    """
+    pairs = [
+        (name, prediction["memory"].get(f"{name}_bytes"), measured.get(f"{name}_bytes"))
+        for name in MEMORY_QUANTITIES
+    ]
+    if world == "cpu":
+        pairs = _state_pairs(prediction, measured)
+    if world in TIMED_WORLDS:
+        pairs.append(
+            ("step_time", prediction["throughput"]["step_time_s"], measured.get("step_time_s"))
+        )
+    return [
+        Comparison(quantity=name, predicted=float(ours), measured=float(seen))
+        for name, ours, seen in pairs
+        if ours is not None and seen
+    ]
+
+
+def _state_pairs(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any]
+) -> list[tuple[str, float | None, float | None]]:
+    ours: dict[str, int] = defaultdict(int)
+    for entry in prediction["memory"]["ledger"]:
+        ours[entry["component"]] += entry["bytes"]
+    seen = measured.get("state_bytes") or {}
+    return [(name, ours[name], seen.get(name)) for name in STATE_COMPONENTS]
+
+
+def groups_of(plan: Plan, row: RecordedRow) -> dict[str, str]:
+    """Return what a row is grouped by: the choices of its plan, its world and its GPU."""
+    workload, parallelism = plan.workload, plan.parallelism
+    return {
+        "job": plan.job.value,
+        "engine": parallelism.engine.value,
+        "stage": str(parallelism.zero_stage),
+        "world size": str(parallelism.world_size),
+        "attention": workload.attention.value,
+        "checkpointing": workload.checkpointing.value,
+        "precision": workload.precision.value,
+        "architecture": plan.model.family,
+        "world": str(row.spec.get("world")),
+        "gpu": str(row.environment.get("gpu_name") or "none"),
+    }
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What has been counted so far."""
+
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    false_fits: list[str] = field(default_factory=list)
+    false_does_not_fit: list[str] = field(default_factory=list)
+    not_predicted: dict[str, str] = field(default_factory=dict)
+    residuals: list[Residual] = field(default_factory=list)
+
+    def add(self, row: RecordedRow) -> None:
+        """Predict for one row and count it."""
+        if row.kind is not Kind.TRAIN_STEP or row.outcome not in (DONE, OUT_OF_MEMORY):
+            self.counts["other"] += 1
+            return
+        try:
+            plan = parse_plan(row.spec["plan"])
+        except PlanError as error:
+            self.not_predicted[row.id] = str(error)
+            return
+        if plan.job is not Job.TRAIN:
+            self.counts["other"] += 1
+            return
+        self.counts[row.role.value] += 1
+        prediction = predict(plan).to_dict()
+        self._judge_verdict(row, prediction["verdict"]["state"])
+        if row.outcome == DONE:
+            groups = groups_of(plan, row)
+            self.residuals += [
+                Residual(row_id=row.id, role=row.role, comparison=found, groups=groups)
+                for found in compare(prediction, row.measured, str(row.spec.get("world")))
+            ]
+
+    def _judge_verdict(self, row: RecordedRow, state: str) -> None:
+        if row.role is not Role.EVIDENCE or row.spec.get("world") == "cpu":
+            return
+        refused = state == "does_not_fit"
+        if row.outcome == OUT_OF_MEMORY and not refused:
+            self.false_fits.append(row.id)
+        if row.outcome == DONE and refused:
+            self.false_does_not_fit.append(row.id)
+
+
+def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:
+    """Predict today for every row and compare with what it measured."""
+    tally = _Tally()
+    for row in rows:
+        tally.add(row)
+    return AccuracyReport(
+        evidence_rows=tally.counts["evidence"],
+        calibration_rows=tally.counts["calibration"],
+        other_rows=tally.counts["other"],
+        false_fits=tuple(tally.false_fits),
+        false_does_not_fit=tuple(tally.false_does_not_fit),
+        not_predicted=tally.not_predicted,
+        residuals=tuple(tally.residuals),
+    )
+
+
+def breaches(report: AccuracyReport, bounds: Mapping[str, Any]) -> list[str]:
+    """Return one sentence for each bound of recorded/bounds.json that the report breaks."""
+    found = []
+    for quantity, limits in bounds["quantities"].items():
+        statistics = report.overall().get(quantity)
+        if statistics is None:
+            found.append(f"there is no evidence for {quantity}")
+            continue
+        for name, limit in limits.items():
+            value = abs(getattr(statistics, name))
+            if value > limit:
+                found.append(f"{quantity} {name} is {value:.2f}: the bound is {limit}")
+    for name in ("false_fits", "false_does_not_fit"):
+        if len(getattr(report, name)) > bounds[name]:
+            found.append(f"{name}: {', '.join(getattr(report, name))}")
+    if report.not_predicted:
+        found.append(f"not predicted: {', '.join(report.not_predicted)}")
+    return found
