@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from app.commands import (
@@ -41,10 +40,7 @@ def main() -> None:
     as_json = "--json" in sys.argv
     try:
         code = app(standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        code = 2
-    except click.Abort:
+    except typer.Abort:
         code = 130
     except Exception as error:
         code = fail_with(error, as_json=as_json)

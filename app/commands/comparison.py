@@ -25,9 +25,7 @@ def comparison_rows(
     ]
 
 
-def comparison_table(
-    prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
-) -> Any:
+def comparison_table(prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str) -> Any:
     """Build the table of predicted against measured."""
     from planner.units import format_bytes, format_seconds
 

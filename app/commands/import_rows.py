@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +13,25 @@ from app.commands.store import opened_database
 
 
 def import_command(
-    file: Annotated[Path, typer.Argument(help="A .jsonl file in the recorded/ format.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help=".jsonl files in the recorded/ format.")
+    ],
     json: JsonFlag = False,
 ) -> None:
-    """Load measurements from a file; rows that are there already are left alone."""
-    from db.recorded import load_rows
-    from planner.records import read_file
+    """Load measurements from files; rows that are there already are left alone.
 
-    rows = read_file(file)
+    A row that cannot be used is named on stderr and makes the exit code 1.
+    """
+    from db.recorded import load_files
+
     with opened_database() as database:
-        added = load_rows(database, rows)
+        report = load_files(database, files)
     if json:
-        print_json({"schema": 1, "file": str(file), "rows": len(rows), "added": added})
+        counts = {"loaded": report.loaded, "known": report.known}
+        print_json({"schema": 1, **counts, "problems": list(report.problems)})
     else:
-        print_line(f"{len(rows)} rows read from {file}, {added} of them new")
+        print_line(f"{report.loaded} rows loaded, {report.known} were there already")
+    for problem in report.problems:
+        sys.stderr.write(f"peakmark: {problem}\n")
+    if report.problems:
+        raise typer.Exit(1)

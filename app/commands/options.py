@@ -51,8 +51,8 @@ def with_options(*groups: Mapping[str, Any]) -> Callable[[Callable[..., Any]], C
     options = {name: annotation for group in groups for name, annotation in group.items()}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values()]
-        own = [parameter for parameter in own if parameter.name != "chosen"]
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
+        own = [parameter for parameter in parameters if parameter.name != "chosen"]
 
         def call(**arguments: Any) -> Any:
             chosen = {name: arguments.pop(name) for name in options}
@@ -129,8 +129,14 @@ def hardware_part(name: str) -> dict[str, Any]:
         return {"preset": name}
     from planner.attached import attached_gpus
 
-    found = attached_gpus()
-    if not found:
-        sentence = "No GPU is attached to this machine: name a preset, such as --gpu h200."
+    attached = attached_gpus()
+    if not attached.gpus:
+        sentence = (
+            f"No GPU is attached: name a preset, such as h200. {attached.reason or ''}".strip()
+        )
         raise InputError("gpu", name, "a GPU preset", sentence)
-    return found[0].to_dict()
+    gpu = attached.gpus[0].to_gpu()
+    if gpu is None:
+        sentence = f"The attached {attached.gpus[0].name} is no known preset: name a similar one."
+        raise InputError("gpu", name, "a GPU preset", sentence)
+    return gpu.to_dict()

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 if TYPE_CHECKING:
@@ -18,10 +17,8 @@ VERDICT_STYLES = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}
 VERDICT_WORDS = {"fits": "fits", "tight": "tight", "does_not_fit": "does not fit"}
 
 
-class InputError(click.ClickException):
-    """A wrong input of a command, with the fields of the JSON error."""
-
-    exit_code = 2
+class InputError(Exception):
+    """A wrong input of a command, with the fields of the JSON error; `str()` is one sentence."""
 
     def __init__(self, field: str, value: object, allowed: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -75,24 +72,17 @@ def verdict_text(state: str) -> str:
 
 def describe(error: Exception) -> dict[str, Any] | None:
     """Return field, value, allowed and message of a foreseen error; None for a bug."""
-    if isinstance(error, click.UsageError):
-        parameter = getattr(error, "param", None)
-        name = parameter.name if parameter is not None else getattr(error, "option_name", None)
-        return _fields(name, None, None, error.format_message())
-    if isinstance(error, InputError):
-        return _fields(error.field, error.value, error.allowed, error.message)
-    # Looked up late: a command that needs neither does not pay for their import.
-    kind = type(error).__name__
-    if kind in {"PlanError", "RecordError"}:
-        value, allowed = getattr(error, "value", None), getattr(error, "allowed", None)
-        return _fields(getattr(error, "field", None), value, allowed, str(error))
-    if kind == "DatabaseProblem":
-        return _fields("database", None, None, str(error))
-    return None
-
-
-def _fields(field: Any, value: Any, allowed: Any, message: str) -> dict[str, Any]:
-    return {"field": field, "value": value, "allowed": allowed, "message": message}
+    # By name: a command that needs neither planner nor database does not pay for their import.
+    if type(error).__name__ in {"InputError", "PlanError", "RecordError", "DatabaseProblem"}:
+        parts = {name: getattr(error, name, None) for name in ("field", "value", "allowed")}
+        return {**parts, "message": str(error)}
+    # Typer brings its own copy of click's exceptions in some versions, click itself in others.
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    parameter = getattr(error, "param", None)
+    field = getattr(parameter, "name", None) or getattr(error, "option_name", None)
+    return {"field": field, "value": None, "allowed": None, "message": format_message()}
 
 
 def fail_with(error: Exception, *, as_json: bool) -> int:
@@ -100,6 +90,9 @@ def fail_with(error: Exception, *, as_json: bool) -> int:
     described = describe(error)
     if described is None:
         raise error
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stdout.write(described["message"] + "\n")
+        return 2
     sys.stderr.write(f"peakmark: {described['message']}\n")
     if as_json:
         sys.stdout.write(json.dumps({"error": described}, default=repr) + "\n")

@@ -9,8 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from app.commands.options import TARGET_OPTIONS, plan_from, with_options
-from app.commands.output import InputError, JsonFlag, make_table, print_json, print_table
-from app.commands.output import VERDICT_STYLES
+from app.commands.output import (
+    VERDICT_STYLES,
+    InputError,
+    JsonFlag,
+    make_table,
+    print_json,
+    print_table,
+)
 
 MAX_POINTS = 100_000
 LIST_OPTIONS: Mapping[str, Any] = {

@@ -1,0 +1,198 @@
+"""`peakmark prove`: run a plan for real and compare with its prediction."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.commands.comparison import comparison_rows, comparison_table
+from app.commands.options import SIZE_OPTIONS, TARGET_OPTIONS, plan_from, with_options
+from app.commands.output import (
+    InputError,
+    JsonFlag,
+    print_json,
+    print_line,
+    print_table,
+)
+from app.commands.store import opened_database
+
+if TYPE_CHECKING:
+    from db.engine import Database
+    from db.views import RunDetail
+    from planner.plan import Plan
+
+POLL_S = 0.3
+CANCEL_WAIT_S = 30.0
+CONFIRMED = frozenset({"done", "oom_device"})
+
+
+@with_options(TARGET_OPTIONS, SIZE_OPTIONS)
+def prove_command(
+    *,
+    chosen: Mapping[str, Any],
+    world: Annotated[
+        str | None, typer.Option(help="nccl, shared, solo or cpu; the best there is if left out.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
+    ] = 1800.0,
+    json: JsonFlag = False,
+) -> None:
+    """Run a training plan on this machine and compare what it took with the prediction.
+
+    Exit code 0 when the run is done or ran out of GPU memory (a result too), else 1.
+    """
+    plan = plan_from(chosen)
+    with opened_database() as database:
+        run_id = submit(database, plan, world, deadline)
+        detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
+    report(detail, as_json=json)
+    if detail.summary.state.value not in CONFIRMED:
+        raise typer.Exit(1)
+
+
+def submit(database: Database, plan: Plan, world: str | None, deadline_s: float) -> str:
+    """Queue the run and return its id; raises InputError when this machine cannot run it."""
+    from planner.predict import predict
+
+    from app.proof import job_spec
+    from db.repository import create_run
+
+    prediction = predict(plan).to_dict()
+    place = require_world(plan, prediction, world)
+    return create_run(
+        database,
+        job_spec(plan, place, deadline_s=deadline_s),
+        plan.to_dict(),
+        prediction,
+        idempotency_key=uuid.uuid4().hex,
+        who="command line",
+    )
+
+
+def require_world(plan: Plan, prediction: dict[str, Any], world: str | None) -> str:
+    """Return the world to run in; raises InputError when it does not exist or cannot hold it."""
+    from app.proof import WORLDS, choose_world, host_memory_free_bytes, host_memory_needed_bytes
+    from planner.attached import attached_gpus
+    from planner.units import format_bytes
+
+    num_gpus = len(attached_gpus().gpus)
+    chosen = world or choose_world(plan, num_gpus)
+    if chosen not in WORLDS:
+        allowed = ", ".join(WORLDS)
+        raise InputError("world", world, allowed, f"--world is {world!r}: it must be {allowed}.")
+    if chosen != "cpu" and num_gpus == 0:
+        sentence = f"The world {chosen} needs a GPU and none is attached: use --world cpu."
+        raise InputError("world", chosen, "cpu", sentence)
+    if chosen == "cpu":
+        needed = host_memory_needed_bytes(prediction, plan.parallelism.world_size)
+        free = host_memory_free_bytes()
+        if needed > free:
+            sentence = (
+                f"On the CPU this plan needs about {format_bytes(needed)} and this machine can "
+                f"give {format_bytes(free)}: choose a smaller model, sequence or --gpus."
+            )
+            raise InputError("world", chosen, "a plan that the host can hold", sentence)
+    return chosen
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """Follows one run; starts a worker when there is none, cancels the run on Ctrl-C."""
+
+    database: Database
+    run_id: str
+    quiet: bool
+    worker: subprocess.Popen[bytes] | None = None
+
+    def until_finished(self) -> RunDetail:
+        """Wait for the end of the run and return it."""
+        with self._status() as show:
+            try:
+                detail = self._wait(show, None)
+            except KeyboardInterrupt:
+                detail = self._cancel(show)
+        self._leave_worker()
+        return detail
+
+    def _wait(self, show: Any, limit_s: float | None) -> RunDetail:
+        from app.commands.runs import require_run
+
+        started = time.monotonic()
+        while True:
+            detail = require_run(self.database, self.run_id)
+            if detail.summary.finished:
+                return detail
+            if limit_s is not None and time.monotonic() - started > limit_s:
+                return detail
+            if detail.summary.state.value == "queued":
+                self._ensure_worker()
+            show(f"run {self.run_id}: {detail.summary.state.value}")
+            time.sleep(POLL_S)
+
+    def _ensure_worker(self) -> None:
+        from db.repository import worker_alive
+
+        if self.worker is not None and self.worker.poll() is not None:
+            code = self.worker.returncode
+            sentence = f"The worker ended with exit code {code} and left run {self.run_id} queued."
+            raise InputError("worker", code, "a worker that runs", sentence)
+        if self.worker is None and not worker_alive(self.database):
+            # Its own session: Ctrl-C asks the run to stop, it must not shoot the worker.
+            self.worker = subprocess.Popen(
+                [sys.executable, "-m", "runners.worker", "--once"],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                start_new_session=True,
+            )
+
+    def _cancel(self, show: Any) -> RunDetail:
+        from db.repository import request_cancel
+
+        request_cancel(self.database, self.run_id, who="command line")
+        show(f"run {self.run_id}: cancelling")
+        return self._wait(show, CANCEL_WAIT_S)
+
+    def _leave_worker(self) -> None:
+        """Wait for our own worker to go; one with more runs in the queue goes on by itself."""
+        if self.worker is not None:
+            try:
+                self.worker.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                return
+
+    @contextmanager
+    def _status(self) -> Iterator[Any]:
+        from rich.console import Console
+
+        if self.quiet:
+            yield lambda text: None
+            return
+        console = Console(stderr=True)
+        with console.status(f"run {self.run_id}: queued") as status:
+            yield status.update
+
+
+def report(detail: RunDetail, *, as_json: bool) -> None:
+    """Print how the run ended, and predicted against measured where there is a measurement."""
+    state, world = detail.summary.state.value, detail.summary.world.value
+    prediction, measured = detail.prediction or {}, detail.measured or {}
+    if as_json:
+        rows = comparison_rows(prediction, measured, world) if measured else []
+        print_json({"schema": 1, **detail.to_dict(), "comparison": rows})
+        return
+    print_line(f"Run {detail.summary.id}: {state} in world {world}")
+    if detail.summary.why:
+        print_line(detail.summary.why)
+    if state == "oom_device":
+        print_line(f"Predicted: {prediction['verdict']['sentence']}")
+    elif measured:
+        print_table(comparison_table(prediction, measured, world))

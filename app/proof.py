@@ -1,0 +1,47 @@
+"""What a proof runs: the job spec of a plan, and the world that this machine can give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+from planner.plan import Plan
+
+WORLDS = ("nccl", "shared", "solo", "cpu")
+# Of the host's free memory, the share that a run on the CPU may take.
+HOST_SHARE = 0.8
+
+
+def choose_world(plan: Plan, num_gpus: int) -> str:
+    """Return the world that is honest for most: a GPU per rank, else one rank alone, else CPU."""
+    if num_gpus == 0:
+        return "cpu"
+    return "nccl" if num_gpus >= plan.parallelism.world_size else "solo"
+
+
+def job_spec(plan: Plan, world: str, *, deadline_s: float = 1800.0) -> dict[str, Any]:
+    """Return the job spec that proves a training plan in `world` (schema of the runners)."""
+    return {
+        "schema": 1,
+        "kind": "train_step",
+        "world": world,
+        "plan": plan.to_dict(),
+        "attention": None,
+        "rank": 0,
+        "warmup": 2,
+        "steps": 5,
+        "seed": 0,
+        "device": None,
+        "deadline_s": deadline_s,
+    }
+
+
+def host_memory_needed_bytes(prediction: dict[str, Any], ranks: int) -> int:
+    """Estimate what `ranks` processes on the CPU hold together: the predicted peak of each."""
+    return int(prediction["memory"]["allocated_bytes"]) * ranks
+
+
+def host_memory_free_bytes() -> int:
+    """Return the memory that this host can give without swapping."""
+    return int(psutil.virtual_memory().available * HOST_SHARE)
