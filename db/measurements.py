@@ -23,6 +23,9 @@ from planner.records import row_id
 _FIGURES = ("allocated_bytes", "reserved_bytes", "device_bytes", "step_time_s", "tokens_per_s")
 
 
+_COLUMN_LIMIT = 2**63
+
+
 def content_hash(document: Mapping[str, Any]) -> str:
     """Return the sha256 of a document's canonical JSON (sorted keys, no spaces)."""
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
@@ -83,10 +86,17 @@ def insert_measurement(
             measured=seen.measured,
             error=None if error is None else dict(error),
             recorded_at=seen.recorded_at,
-            **{name: seen.measured.get(name) for name in _FIGURES},
+            **{name: _figure(seen.measured.get(name)) for name in _FIGURES},
         )
     )
     session.flush()
+
+
+def _figure(value: object) -> float | None:
+    """Return a number that a column can hold; the document keeps whatever else there was."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < _COLUMN_LIMIT else None
 
 
 def _keep_environment(session: Session, environment: Mapping[str, Any]) -> int:

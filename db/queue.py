@@ -61,9 +61,7 @@ class HeldRun:
 
     lease: Lease
     spec: dict[str, Any]
-    pid: int | None
-    pid_start_ticks: int | None
-    run_directory: str | None
+    cancel_requested: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +136,7 @@ def claim_next_run(database: Database, worker: WorkerIdentity) -> HeldRun | None
             return None
         add_event(session, row.id, worker.owner, RunState.QUEUED, RunState.RUNNING, None)
     lease = Lease(run_id=row.id, token=row.lease_token, owner=worker.owner)
-    return HeldRun(lease=lease, spec=row.spec, pid=None, pid_start_ticks=None, run_directory=None)
+    return HeldRun(lease=lease, spec=row.spec, cancel_requested=False)
 
 
 def heartbeat(database: Database, lease: Lease) -> Pulse | None:
@@ -263,9 +261,7 @@ def running_on(database: Database, host: str) -> list[HeldRun]:
             HeldRun(
                 lease=Lease(run_id=row.id, token=row.lease_token, owner=row.lease_owner or host),
                 spec=row.spec,
-                pid=row.pid,
-                pid_start_ticks=row.pid_start_ticks,
-                run_directory=row.run_directory,
+                cancel_requested=row.cancel_requested_at_ms is not None,
             )
             for row in session.scalars(rows)
         ]
