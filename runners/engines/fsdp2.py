@@ -104,9 +104,7 @@ class _DefaultAllocation:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -148,7 +146,7 @@ def _materialise(
     owners_of = find_owners(model)
     if not any(parameter.is_meta for parameter in owners_of):
         return
-    buffers = {name: buffer for name, buffer in model.named_buffers()}
+    buffers = dict(model.named_buffers())
     model.to_empty(device=device)
     for owners in owners_of.values():
         parameter = owners[0].module._parameters[owners[0].attribute]

@@ -1,0 +1,238 @@
+"""The job `train_step`: a real Hugging Face model trained for a few steps on random tokens.
+
+python -m runners.jobs.train_step SPEC.json OUT_DIR      (or under torchrun)
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planner.plan import Attention, Checkpointing, Engine, Plan, TrainingWorkload, parse_plan
+from runners.contract import JobKind
+from runners.engines.base import TrainingEngine
+from runners.engines.fsdp2 import Fsdp2Engine
+from runners.engines.precision import forward_context
+from runners.jobs.attention_calls import recorded_sdpa_call
+from runners.jobs.harness import JobSession, run_job
+from runners.measure import (
+    StepMeter,
+    allocator_counters,
+    device_used_bytes,
+    host_peak_bytes,
+    time_statistics,
+)
+from runners.worlds import RunningWorld, open_world
+from runners.zero.engine import ZeroEngine
+
+LEARNING_RATE = 1e-4
+MIN_WARMUP_STEPS = 2
+_STEADY_PHASES = ("forward", "backward", "optimizer")
+_ATTENTION_NAMES = {
+    Attention.EAGER: "eager",
+    Attention.SDPA: "sdpa",
+    Attention.TRITON: "peakmark_triton",
+}
+
+
+def build_model(plan: Plan) -> nn.Module:
+    """Return the plan's model on the meta device, in training mode, checkpointing as planned."""
+    workload = _training_workload(plan)
+    if workload.attention is Attention.TRITON:
+        from kernels.attention.hf import register
+
+        register()
+    config = AutoConfig.for_model(**plan.model.hf_config)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_ATTENTION_NAMES[workload.attention]
+        )
+    if workload.checkpointing is Checkpointing.FULL:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model.train()
+
+
+def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -> TrainingEngine:
+    """Return the plan's engine around `model`, with its parameters on the world's device."""
+    workload = _training_workload(plan)
+    engine = ZeroEngine if plan.parallelism.engine is Engine.PEAKMARK else Fsdp2Engine
+    return engine(
+        model,
+        stage=plan.parallelism.zero_stage,
+        optimizer=workload.optimizer,
+        precision=workload.precision,
+        lr=LEARNING_RATE,
+        device=world.device,
+        collectives=world.collectives,
+        seed=seed,
+    )
+
+
+class Trainer:
+    """Runs one plan's training steps and measures them."""
+
+    def __init__(self, plan: Plan, model: nn.Module, world: RunningWorld, seed: int) -> None:
+        self.workload = _training_workload(plan)
+        self.world = world
+        self.meter = StepMeter(world.device)
+        self.losses: list[float | None] = []
+        self.state: dict[str, int] = {}
+        self._model = model
+        with self.meter.phase("init"):
+            self._engine = build_engine(model, plan, world, seed)
+        self._tokens = self._draw_tokens(plan.model.vocab_size, seed)
+
+    def step(self) -> None:
+        """Run one optimizer step over all micro-batches, measured by phase."""
+        self.world.collectives.reset_traffic()
+        accumulation = self.workload.grad_accumulation
+        total_loss = 0.0
+        with self.meter.step():
+            for index in range(accumulation):
+                with self.meter.phase("forward"):
+                    loss = self._forward()
+                    loss = loss / accumulation if accumulation > 1 else loss
+                with self.meter.phase("backward"):
+                    self._engine.backward(loss, last_micro_batch=index == accumulation - 1)
+                loss = loss.detach()
+                total_loss += loss.item() if self.world.has_real_losses else 0.0
+            self.state = self._engine.state_bytes()
+            with self.meter.phase("optimizer"):
+                self._engine.step()
+        # JSON has no word for a loss that is not a number.
+        self.losses.append(total_loss if math.isfinite(total_loss) else None)
+
+    def _forward(self) -> Tensor:
+        with forward_context(self.workload.precision, self.world.device):
+            output = self._model(input_ids=self._tokens, labels=self._tokens, use_cache=False)
+        loss: Tensor = output.loss
+        return loss
+
+    def _draw_tokens(self, vocab_size: int, seed: int) -> Tensor:
+        rank, device = self.world.collectives.rank, self.world.device
+        shape = (self.workload.micro_batch, self.workload.sequence_length)
+        generator = torch.Generator(device).manual_seed(seed * 100_003 + rank)
+        return torch.randint(vocab_size, shape, generator=generator, device=device)
+
+
+def measure_training(session: JobSession) -> None:
+    """Build, warm up, measure; fills `session.measured` (see docs on recorded rows)."""
+    spec = session.spec
+    plan = parse_plan(spec.plan)
+    workload = _training_workload(plan)
+    session.events.phase("build")
+    model = build_model(plan)
+    parallelism = plan.parallelism
+    with (
+        session.device_held(),
+        open_world(
+            spec.world,
+            world_size=parallelism.world_size,
+            rank=spec.rank,
+            launch=session.launch,
+            device=session.device,
+        ) as world,
+    ):
+        session.events.phase("init")
+        trainer = Trainer(plan, model, world, spec.seed)
+        _warm_up(session, trainer, workload)
+        for index in range(spec.steps):
+            session.events.phase("step", index=index)
+            trainer.step()
+        session.events.phase("collect")
+        _collect(session, trainer)
+
+
+def _warm_up(session: JobSession, trainer: Trainer, workload: TrainingWorkload) -> None:
+    """Run the steps before the measured ones; optimizer states appear in the first."""
+    measured, meter = session.measured, trainer.meter
+    measured["phases"] = {"init": _phase_bytes(meter, "init")}
+    session.events.phase("first_step")
+    with recorded_sdpa_call() as call:
+        trainer.step()
+    backend = _ATTENTION_NAMES[workload.attention]
+    measured["attention_backend"] = f"{backend}:{call['backend']}" if call else backend
+    measured["attention_call"] = call or None
+    measured["phases"]["first_step"] = _largest_phase(meter)
+    for index in range(max(session.spec.warmup, MIN_WARMUP_STEPS) - 1):
+        session.events.phase("warmup", index=index)
+        trainer.step()
+    meter.reset()
+    trainer.losses.clear()
+
+
+def _collect(session: JobSession, trainer: Trainer) -> None:
+    measured, meter, world = session.measured, trainer.meter, trainer.world
+    step_times_s = meter.step_times_s()
+    measured["phases"].update((name, _phase_bytes(meter, name)) for name in _STEADY_PHASES)
+    measured.update(_memory_figures(session, meter))
+    measured["step_times_s"] = step_times_s
+    measured["step_time_statistics"] = time_statistics(step_times_s)
+    measured["step_time_s"] = measured["step_time_statistics"]["median_s"]
+    for name in _STEADY_PHASES:
+        measured[f"{name}_time_s"] = time_statistics(meter.phase_times_s(name))["median_s"]
+    measured["tokens_per_s"] = _step_tokens(trainer.workload) / measured["step_time_s"]
+    measured["state"] = trainer.state
+    measured["communication"] = world.collectives.traffic()
+    measured["losses"] = trainer.losses if world.has_real_losses else None
+    if not world.has_real_losses:
+        measured["losses_reason"] = "solo: the other ranks' gradients are not computed"
+    own = ("allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes", "phases", "state")
+    figures = {"rank": world.collectives.rank, **{name: measured[name] for name in own}}
+    measured["per_rank"] = world.gather(figures)
+
+
+def _memory_figures(session: JobSession, meter: StepMeter) -> dict[str, Any]:
+    device, phases = session.device, session.measured["phases"]
+    figures: dict[str, Any] = {
+        "host_bytes": host_peak_bytes(),
+        "allocated_bytes": None,
+        "reserved_bytes": None,
+        "device_bytes": None,
+    }
+    session.measured.setdefault("device_baseline_bytes", None)
+    if device.type != "cuda":
+        phases["after_step_bytes"] = None
+        return figures
+    phases["after_step_bytes"] = torch.cuda.memory_allocated(device)
+    peaks = [phases[name]["peak_allocated_bytes"] for name in _STEADY_PHASES]
+    figures["allocated_bytes"] = max(peaks)
+    figures["reserved_bytes"] = meter.reserved_peak_bytes
+    figures["device_bytes"] = device_used_bytes(device)
+    figures["allocator"] = allocator_counters(device)
+    return figures
+
+
+def _phase_bytes(meter: StepMeter, name: str) -> dict[str, int] | None:
+    return asdict(meter.bytes[name]) if name in meter.bytes else None
+
+
+def _largest_phase(meter: StepMeter) -> dict[str, int] | None:
+    """Return the first step's figures as one phase: the largest peak, the last end."""
+    if not meter.bytes:
+        return None
+    return {
+        "peak_allocated_bytes": max(meter.bytes[n].peak_allocated_bytes for n in _STEADY_PHASES),
+        "end_allocated_bytes": meter.bytes[_STEADY_PHASES[-1]].end_allocated_bytes,
+    }
+
+
+def _step_tokens(workload: TrainingWorkload) -> int:
+    """Tokens that one rank trains on in a step."""
+    return workload.micro_batch * workload.sequence_length * workload.grad_accumulation
+
+
+def _training_workload(plan: Plan) -> TrainingWorkload:
+    if not isinstance(plan.workload, TrainingWorkload):
+        raise ValueError("train_step runs a training plan, and this plan serves")
+    return plan.workload
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(JobKind.TRAIN_STEP, measure_training))
