@@ -1,0 +1,1 @@
+"""Pure functions from predictions and measurements to plotly figures."""

@@ -1,0 +1,142 @@
+"""Figures of what was measured: beside its prediction, and over many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from app.charts.style import (
+    MEASURED_COLOUR,
+    OTHER_COLOUR,
+    PREDICTED_COLOUR,
+    VERDICT_COLOURS,
+    axis_unit,
+    base_figure,
+    measured_marker,
+    predicted_marker,
+    size_text,
+)
+
+ROW_HEIGHT_PX = 46
+MARGIN_HEIGHT_PX = 120
+
+
+def comparison_figure(rows: Sequence[Mapping[str, Any]], unit: str) -> go.Figure:
+    """Return predicted (hatched) and measured (filled) bytes of every row on one axis.
+
+    A row holds `label`, `predicted_bytes` and `measured_bytes`; either may be None.
+    """
+    sizes = [row[side] or 0 for row in rows for side in ("predicted_bytes", "measured_bytes")]
+    divisor, unit_name = axis_unit(max(sizes, default=0), unit)
+    figure = base_figure(MARGIN_HEIGHT_PX + ROW_HEIGHT_PX * len(rows), barmode="group")
+    # Bars are drawn from the bottom up: the measured bar goes first to stand below.
+    _add_side(figure, rows, "measured", measured_marker(MEASURED_COLOUR), divisor, unit)
+    _add_side(figure, rows, "predicted", predicted_marker(PREDICTED_COLOUR), divisor, unit)
+    figure.update_xaxes(title=unit_name, rangemode="tozero")
+    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(legend={"traceorder": "reversed", "y": 1.0, "yanchor": "bottom"})
+    return figure
+
+
+def _add_side(
+    figure: go.Figure,
+    rows: Sequence[Mapping[str, Any]],
+    side: str,
+    marker: Mapping[str, Any],
+    divisor: int,
+    unit: str,
+) -> None:
+    shown = [row for row in rows if row[f"{side}_bytes"] is not None]
+    if not shown:
+        return
+    texts = [size_text(row[f"{side}_bytes"], unit) for row in shown]
+    figure.add_bar(
+        name=side,
+        y=[row["label"] for row in shown],
+        x=[row[f"{side}_bytes"] / divisor for row in shown],
+        orientation="h",
+        text=texts,
+        textposition="auto",
+        marker=marker,
+        hovertemplate=f"%{{y}}<br>{side}: %{{text}}<extra></extra>",
+    )
+
+
+def residual_figure(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Return the signed error in % of every row that has both sides.
+
+    Positive: the prediction was above the measurement. Rows as in `comparison_figure`.
+    """
+    both = [row for row in rows if row["predicted_bytes"] is not None and row["measured_bytes"]]
+    errors = [error_percent(row["predicted_bytes"], row["measured_bytes"]) for row in both]
+    figure = base_figure(MARGIN_HEIGHT_PX + 26 * len(both))
+    figure.add_bar(
+        y=[row["label"] for row in both],
+        x=errors,
+        orientation="h",
+        text=[f"{error:+.2f} %" for error in errors],
+        textposition="auto",
+        marker={"color": OTHER_COLOUR},
+        hovertemplate="%{y}: %{text}<extra></extra>",
+        showlegend=False,
+    )
+    figure.add_vline(x=0, line_width=1)
+    reach = max((abs(error) for error in errors), default=0) * 1.25 or 1
+    figure.update_xaxes(title="(predicted − measured) / measured, %", range=[-reach, reach])
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def error_percent(predicted: float, measured: float) -> float:
+    """Return 100 (predicted - measured) / measured; `measured` must not be 0."""
+    return 100 * (predicted - measured) / measured
+
+
+def residual_strip_figure(points: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Return one dot per stored measurement: its error in %, in the line of its group.
+
+    A point holds `group`, `error_percent`, `label` and `role`; calibration rows are grey.
+    """
+    groups = list(dict.fromkeys(point["group"] for point in points))
+    figure = base_figure(MARGIN_HEIGHT_PX + 28 * len(groups))
+    for role, colour in (("evidence", MEASURED_COLOUR), ("calibration", OTHER_COLOUR)):
+        shown = [point for point in points if point["role"] == role]
+        if shown:
+            figure.add_scatter(
+                name=role,
+                x=[point["error_percent"] for point in shown],
+                y=[point["group"] for point in shown],
+                customdata=[point["label"] for point in shown],
+                mode="markers",
+                marker={"color": colour, "size": 9, "opacity": 0.7},
+                hovertemplate="%{customdata}<br>%{x:+.2f} %<extra>%{y}</extra>",
+            )
+    figure.add_vline(x=0, line_width=1)
+    figure.update_xaxes(title="(predicted − measured) / measured, %")
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+def timing_figure(operations: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Return predicted time per operation of a step, coloured by what bounds it."""
+    colours = {
+        "compute": PREDICTED_COLOUR,
+        "hbm": VERDICT_COLOURS["tight"],
+        "interconnect": MEASURED_COLOUR,
+    }
+    figure = base_figure(MARGIN_HEIGHT_PX + 24 * len(operations), barmode="stack")
+    for bound in dict.fromkeys(operation["bound"] for operation in operations):
+        shown = [operation for operation in operations if operation["bound"] == bound]
+        figure.add_bar(
+            name=f"bound by {bound}",
+            y=[operation["name"] for operation in shown],
+            x=[operation["time_s"] * 1e3 for operation in shown],
+            orientation="h",
+            marker=predicted_marker(colours.get(bound, OTHER_COLOUR)),
+            hovertemplate="%{y}: %{x:.3g} ms<extra></extra>",
+        )
+    figure.update_xaxes(title="ms per step", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed")
+    return figure

@@ -1,0 +1,1 @@
+"""Widgets and views that the pages are made of."""

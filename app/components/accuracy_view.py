@@ -1,0 +1,127 @@
+"""The Accuracy page: what `peakmark accuracy` prints, as figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app import services
+from app.charts.proof import residual_strip_figure
+from app.components.figure import show_figure, show_table
+from app.components.problems import told_in_one_sentence
+
+GROUP_LABELS = (
+    "engine",
+    "stage",
+    "world size",
+    "architecture",
+    "attention",
+    "checkpointing",
+    "precision",
+    "world",
+    "gpu",
+)
+
+
+def show_accuracy_page() -> None:
+    """Draw the errors of today's predictions over every stored measurement."""
+    with told_in_one_sentence():
+        report = services.accuracy()
+        _false_verdicts(report)
+        if not report["residuals"]:
+            _say_that_there_is_nothing(report["rows"])
+            return
+        _quantities(report)
+        _strips(report)
+
+
+def _false_verdicts(report: Mapping[str, Any]) -> None:
+    wrong = report["false_fits"]
+    if wrong:
+        st.error(
+            f"False “fits”: {len(wrong)} stored runs went out of memory although the planner "
+            f"says they fit: {', '.join(wrong)}.",
+            icon=":material/dangerous:",
+        )
+    pessimistic = report["false_does_not_fit"]
+    if pessimistic:
+        st.warning(
+            f"False “does not fit”: {len(pessimistic)} stored runs ran although the planner says "
+            f"they do not fit: {', '.join(pessimistic)}.",
+            icon=":material/warning:",
+        )
+    for row_id, reason in report["rows"]["not_predicted"].items():
+        st.warning(f"Row {row_id} is not predicted: {reason}")
+
+
+def _say_that_there_is_nothing(rows: Mapping[str, Any]) -> None:
+    st.info(
+        f"No stored measurement can be compared yet ({rows['other']} rows of other kinds). Prove "
+        "a plan, or import recorded rows with `peakmark import`.",
+        icon=":material/target:",
+    )
+
+
+def _quantities(report: Mapping[str, Any]) -> None:
+    rows = report["rows"]
+    st.markdown("### How far predictions are from measurements")
+    st.caption(
+        f"{rows['evidence']} measurements as evidence; {rows['calibration']} used to fit a "
+        "constant are shown grey and never counted. Error is 100 × (predicted − measured) / "
+        "measured."
+    )
+    lines = [
+        {
+            "quantity": quantity,
+            "n": found["n"],
+            "signed mean %": round(found["mean_percent"], 2),
+            "mean absolute %": round(found["mean_absolute_percent"], 2),
+            "p90 %": round(found["p90_percent"], 2),
+            "worst %": round(found["worst_percent"], 2),
+        }
+        for quantity, found in report["quantities"].items()
+    ]
+    show_table(lines, key="quantities")
+
+
+def _strips(report: Mapping[str, Any]) -> None:
+    residuals = report["residuals"]
+    quantities = list(dict.fromkeys(residual["quantity"] for residual in residuals))
+    known = {name for residual in residuals for name in residual["groups"]}
+    with st.container(horizontal=True):
+        quantity = st.segmented_control(
+            "Quantity", quantities, default=quantities[0], required=True, key="accuracy_quantity"
+        )
+        group = st.selectbox(
+            "Grouped by", [name for name in GROUP_LABELS if name in known], key="accuracy_group"
+        )
+    points = [
+        {
+            "group": f"{group} {residual['groups'][group]}",
+            "error_percent": residual["error_percent"],
+            "label": f"row {residual['row_id']}",
+            "role": residual["role"],
+        }
+        for residual in residuals
+        if residual["quantity"] == quantity
+    ]
+    points.sort(key=lambda point: point["group"])
+    show_figure(
+        residual_strip_figure(points),
+        key="residual_strips",
+        title=f"Error of {quantity} bytes by {group}",
+        caption="One dot per stored measurement; to the right, the prediction was too high.",
+        rows=points,
+    )
+    st.markdown(f"**By {group}**")
+    show_table(_group_lines(report["groups"][group], quantity), key="groups")
+
+
+def _group_lines(values: Mapping[str, Any], quantity: str) -> list[dict[str, Any]]:
+    return [
+        {"value": value, **{key: round(number, 2) for key, number in found[quantity].items()}}
+        for value, found in values.items()
+        if quantity in found
+    ]

@@ -1,0 +1,145 @@
+"""The right side of the Plan page: figures, tables and downloads of one prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app import services
+from app.charts.choice import attention_figure, heat_map_figure
+from app.charts.memory import breakdown_figure, phases_figure
+from app.charts.proof import timing_figure
+from app.charts.style import size_text
+from app.components.figure import show_figure
+from app.components.verdict import show_speed
+from planner.plan import Plan
+from planner.units import format_bytes, format_count
+
+LEDGER_SHOWN = 40
+
+
+def show_training_answer(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
+    """Draw everything that explains a training prediction, most wanted first."""
+    _breakdown(prediction, unit)
+    left, right = st.columns(2)
+    with left:
+        _heat_map(plan, unit)
+    with right:
+        _attention(plan, prediction, unit)
+    _phases(prediction, unit)
+    show_speed(prediction["throughput"])
+    _timing(prediction["throughput"])
+
+
+def show_serving_answer(prediction: Mapping[str, Any], unit: str) -> None:
+    """Draw everything that explains a serving prediction."""
+    _breakdown(prediction, unit)
+    serving = prediction["serving"]
+    st.markdown("#### Key-value cache")
+    with st.grid(4):
+        st.metric("Per token", format_bytes(serving["kv_bytes_per_token"]))
+        st.metric("Weights", size_text(serving["weights_bytes"], unit))
+        st.metric("Room for the cache", size_text(serving["kv_pool_bytes"], unit))
+        st.metric("Tokens that fit", format_count(serving["max_tokens"]))
+    if prediction["throughput"]:
+        show_speed(prediction["throughput"])
+
+
+def _breakdown(prediction: Mapping[str, Any], unit: str) -> None:
+    memory = prediction["memory"]
+    parts = [*memory["components"], *memory["overheads"]]
+    show_figure(
+        breakdown_figure(parts, prediction["verdict"]["capacity_bytes"], unit),
+        key="breakdown",
+        title="What fills the GPU at the peak",
+        caption="Predicted (hatched). Components are allocated bytes; segments lead to reserved "
+        "and context to device bytes. Hover a part for its formula.",
+        rows=[{"part": p["name"], "bytes": p["bytes"], "formula": p["formula"]} for p in parts],
+    )
+
+
+def _phases(prediction: Mapping[str, Any], unit: str) -> None:
+    memory = prediction["memory"]
+    rows = [
+        {"phase": phase["label"], "allocated_bytes": phase["allocated_bytes"], **phase["parts"]}
+        for phase in memory["phases"]
+    ]
+    show_figure(
+        phases_figure(memory, unit),
+        key="phases",
+        title="Memory over the phases of a step",
+        caption="Predicted allocated bytes at the high point of each phase, by component.",
+        rows=rows,
+    )
+
+
+def _heat_map(plan: Plan, unit: str) -> None:
+    cells = services.stage_grid(plan)
+    current = (plan.parallelism.zero_stage, plan.parallelism.world_size)
+    show_figure(
+        heat_map_figure(cells, current, unit),
+        key="stage_grid",
+        title="ZeRO stage × GPUs",
+        caption="Predicted device bytes per GPU, all else as planned. Green fits, amber (~) is "
+        "tight, red (✗) does not fit; the frame is this plan.",
+        rows=cells,
+    )
+
+
+def _attention(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
+    curves = services.attention_curves(plan)
+    capacity_bytes = prediction["verdict"]["capacity_bytes"]
+    show_figure(
+        attention_figure(curves, capacity_bytes, plan.workload.sequence_length, unit),
+        key="attention_curves",
+        title="Attention memory × sequence length",
+        caption="Predicted allocated bytes that attention keeps at its high point, per kernel. "
+        "Eager grows with the square of the length, flash kernels in proportion.",
+        rows=[{"kernel": kernel, **point} for kernel in curves for point in curves[kernel]],
+    )
+
+
+def _timing(throughput: Mapping[str, Any]) -> None:
+    operations = [
+        *throughput["operations"],
+        *(
+            {"name": move["collective"], "time_s": move["time_s"], "bound": "interconnect"}
+            for move in throughput["communication"]
+        ),
+    ]
+    show_figure(
+        timing_figure(operations),
+        key="timing",
+        title="Where the time of a step goes",
+        caption="Predicted by roofline: the larger of FLOPs over peak and bytes over bandwidth, "
+        "per GPU and step; collectives by their bytes over the link.",
+        rows=[*throughput["operations"], *throughput["communication"]],
+    )
+
+
+def show_ledger(prediction: Mapping[str, Any], unit: str) -> None:
+    """Draw the largest named tensors and the way to all of them."""
+    ledger = sorted(prediction["memory"]["ledger"], key=lambda entry: -entry["bytes"])
+    rows = [_ledger_row(entry, unit) for entry in ledger]
+    st.markdown("#### Ledger")
+    st.caption(
+        f"The {min(LEDGER_SHOWN, len(rows))} largest of {len(rows)} kinds of tensors: "
+        "bytes of all of a kind together; the CSV holds every one."
+    )
+    st.dataframe(rows[:LEDGER_SHOWN], hide_index=True, height=320, alt="Largest tensors")
+
+
+def _ledger_row(entry: Mapping[str, Any], unit: str) -> dict[str, Any]:
+    return {
+        "tensor": entry["name"],
+        "size": size_text(entry["bytes"], unit),
+        "component": entry["component"],
+        "shape": " × ".join(str(side) for side in entry["shape"]),
+        "dtype": entry["dtype"],
+        "count": entry["count"],
+        "kept by": entry["owner"],
+        "phases": ", ".join(entry["phases"]),
+        "formula": entry["formula"],
+    }

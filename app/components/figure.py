@@ -1,0 +1,45 @@
+"""A figure as every page shows it: chart, caption, and the table behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import streamlit as st
+
+CHART_CONFIG: Mapping[str, Any] = {"displayModeBar": False, "scrollZoom": False}
+
+
+def show_figure(
+    figure: go.Figure,
+    *,
+    key: str,
+    title: str,
+    caption: str,
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Draw a figure with its title, what it shows and which counter, and its table with CSV."""
+    with st.container(border=True, key=f"{key}_card"):
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.markdown(f"**{title}**", width="stretch")
+            with st.popover("Table", icon=":material/table:", type="tertiary"):
+                show_table(rows, key=key)
+        st.plotly_chart(figure, key=key, config=dict(CHART_CONFIG), alt=f"{title}. {caption}")
+        st.caption(caption)
+
+
+def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None = None) -> None:
+    """Draw rows as a table with a CSV download."""
+    frame = pd.DataFrame(list(rows))
+    st.dataframe(frame, hide_index=True, alt=title or f"Data of {key}")
+    st.download_button(
+        "CSV",
+        data=frame.to_csv(index=False),
+        file_name=f"peakmark-{key}.csv",
+        mime="text/csv",
+        icon=":material/download:",
+        on_click="ignore",
+        key=f"{key}_csv",
+    )

@@ -1,0 +1,70 @@
+"""The line above every page: model, workload, parallelism, hardware, and the unit of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app import state
+
+
+def current_values() -> dict[str, Any]:
+    """Return what the plan's widgets hold, on whichever page they are."""
+    return state.values_from(st.session_state, st.query_params)
+
+
+def unit() -> str:
+    """Return the unit that the person reads sizes in, "GiB" or "GB"."""
+    return "GB" if current_values()["unit"] == "GB" else "GiB"
+
+
+def header_line(values: Mapping[str, Any]) -> str:
+    """Return the plan in one line."""
+    return " · ".join([model_name(values), *_workload(values), _hardware(values)])
+
+
+def model_name(values: Mapping[str, Any]) -> str:
+    """Return the model's name without its owner."""
+    if values["source"] == "config":
+        return "config.json"
+    name = values["hub"] if values["source"] == "hub" else values["model"]
+    return str(name or "no model").rsplit("/", 1)[-1]
+
+
+def _workload(values: Mapping[str, Any]) -> list[str]:
+    if values["job"] == "serve":
+        shape = f"{values['sequences']} × {values['context']} tokens"
+        return [f"serve {shape}", f"{values['weights_dtype']} weights, {values['kv_dtype']} KV"]
+    shape = f"{values['micro_batch']} × {values['seq']} tokens"
+    return [
+        f"train {shape}",
+        f"{values['precision']}, {values['attention']}",
+        f"{values['engine']} ZeRO-{values['zero']} × {values['gpus']}",
+    ]
+
+
+def _hardware(values: Mapping[str, Any]) -> str:
+    gpu = str(values["gpu"])
+    return "custom GPU" if gpu == state.CUSTOM_GPU else gpu
+
+
+def show_header(page_title: str) -> None:
+    """Draw the header of a page: the plan, the way to its form, and the unit switch."""
+    with st.container(horizontal=True, vertical_alignment="center", key="header"):
+        line = header_line(current_values())
+        if page_title == "Plan":
+            st.markdown(f"**{line}**", width="stretch")
+        else:
+            st.page_link("app_pages/plan.py", label=f"Plan: {line}", width="stretch")
+        st.segmented_control(
+            "Unit of sizes",
+            ("GiB", "GB"),
+            default="GiB",
+            required=True,
+            key="unit",
+            bind="query-params",
+            label_visibility="collapsed",
+            width="content",
+        )

@@ -1,0 +1,130 @@
+"""Prove it: choose a world and queue the real run of the plan on the page."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app import services
+from app.charts.style import size_text
+from planner.plan import Plan
+
+WORLD_HELP = (
+    "nccl: one process per GPU, honest for everything. shared: all ranks on one GPU. solo: one "
+    "rank alone on one GPU, honest for that rank's memory. cpu: all ranks on the CPU, honest for "
+    "numerics and state bytes only."
+)
+START_WORKER = "peakmark worker"
+LAST_RUN = "last_run"
+PROOF_KEY = "proof_key"
+
+
+def show_proof_box(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
+    """Draw the choice of world and the button that starts the real run."""
+    gpus = len(services.attached())
+    worlds = possible_worlds(gpus, plan.parallelism.world_size)
+    with st.container(border=True, key="proof"):
+        with st.container(horizontal=True, vertical_alignment="bottom"):
+            world = st.segmented_control(
+                "Prove it on the machine at hand",
+                worlds,
+                default=worlds[0],
+                required=True,
+                key="proof_world",
+                help=WORLD_HELP,
+            )
+            reason = _too_big_for_host(plan, prediction, world, unit)
+            st.button(
+                "Prove it",
+                type="primary",
+                icon=":material/play_arrow:",
+                key="prove",
+                disabled=reason is not None,
+                on_click=_submit,
+                args=(plan, world),
+            )
+        if reason:
+            _offer_small_proof(plan, reason)
+        _show_outcome(gpus)
+
+
+def possible_worlds(gpus: int, world_size: int) -> tuple[str, ...]:
+    """Return the worlds in which a plan can run beside `gpus` attached GPUs, the best first."""
+    if gpus == 0:
+        return ("cpu",)
+    whole = ("nccl",) if gpus >= world_size > 1 else ()
+    return (*whole, "solo", "shared", "cpu")
+
+
+def _too_big_for_host(
+    plan: Plan, prediction: Mapping[str, Any], world: str, unit: str
+) -> str | None:
+    """Return why a run on the CPU would not fit this host; None when it would."""
+    if world != "cpu":
+        return None
+    ranks = plan.parallelism.world_size
+    needed = services.host_memory_needed_bytes(prediction, ranks)
+    free = services.host_memory_free_bytes()
+    if needed <= free:
+        return None
+    return (
+        f"On the CPU, {ranks} {'rank' if ranks == 1 else 'ranks'} of this plan would hold about "
+        f"{size_text(needed, unit)} together; this host can give {size_text(free, unit)}."
+    )
+
+
+def _offer_small_proof(plan: Plan, reason: str) -> None:
+    st.info(
+        f"{reason} A small proof runs the same engine, stage, optimizer, precision and attention "
+        "on a two-layer model of this family: it checks that they work and that their state "
+        "bytes are as predicted, not this plan's peak.",
+        icon=":material/science:",
+    )
+    st.button(
+        "Run the small proof on the CPU",
+        icon=":material/play_arrow:",
+        key="prove_small",
+        on_click=_submit_small,
+        args=(plan,),
+    )
+
+
+def _submit(plan: Plan, world: str) -> None:
+    """Queue the run once, however often the button is pressed before the page answers."""
+    key = st.session_state.setdefault(PROOF_KEY, uuid.uuid4().hex)
+    try:
+        run_id = services.submit_proof(plan, world, key)
+    except services.PROBLEMS as problem:
+        st.session_state[LAST_RUN] = {"problem": str(problem)}
+        return
+    st.session_state[LAST_RUN] = {"run": run_id}
+    st.session_state[PROOF_KEY] = uuid.uuid4().hex
+
+
+def _submit_small(plan: Plan) -> None:
+    _submit(services.small_proof(plan), "cpu")
+
+
+def _show_outcome(gpus: int) -> None:
+    last = st.session_state.get(LAST_RUN)
+    if last and "problem" in last:
+        st.error(last["problem"])
+    elif last:
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.success(f"Run {last['run']} is queued.", icon=":material/check:", width="content")
+            st.page_link(
+                "app_pages/run.py",
+                label="Open the run",
+                icon=":material/timeline:",
+                query_params={"run": last["run"]},
+            )
+    where = "no GPU is attached to this machine" if gpus == 0 else f"{gpus} GPU(s) attached"
+    if services.worker_alive():
+        st.caption(f"A worker is ready; {where}.")
+    else:
+        st.caption(
+            f"No worker is alive, so a run would wait; start one with `{START_WORKER}` ({where})."
+        )

@@ -1,0 +1,76 @@
+"""The answer first: does it fit, how close, when is the peak, how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app.charts.style import size_text, words
+from planner.units import format_count, format_seconds
+
+LOOKS: Mapping[str, tuple[str, str, str]] = {
+    "fits": ("FITS", "green", ":material/check_circle:"),
+    "tight": ("TIGHT", "orange", ":material/warning:"),
+    "does_not_fit": ("DOES NOT FIT", "red", ":material/cancel:"),
+}
+
+
+def show_verdict(prediction: Mapping[str, Any], unit: str) -> None:
+    """Draw the verdict with the headroom per GPU, and the figures that explain it."""
+    verdict = prediction["verdict"]
+    label, colour, icon = LOOKS[verdict["state"]]
+    with st.container(border=True, key="verdict"):
+        st.markdown(f"## :{colour}[{icon} {label}]")
+        st.markdown(verdict["sentence"])
+        with st.grid(4):
+            _memory_metrics(prediction, unit)
+
+
+def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:
+    verdict = prediction["verdict"]
+    share = 100 * verdict["headroom_fraction"]
+    st.metric(
+        "Predicted per GPU",
+        size_text(verdict["needed_bytes"], unit),
+        help="Device bytes on the worst GPU: all that the driver would show in use.",
+    )
+    st.metric("GPU memory", size_text(verdict["capacity_bytes"], unit))
+    st.metric(
+        "Headroom",
+        size_text(verdict["headroom_bytes"], unit),
+        f"{share:+.1f} % of the GPU",
+        delta_color="normal" if share >= 0 else "inverse",
+        delta_arrow="off",
+    )
+    memory = prediction["memory"]
+    if prediction["serving"] is None:
+        st.metric("Peak phase", peak_label(memory))
+    else:
+        st.metric("Sequences that fit", f"{prediction['serving']['max_sequences']:,}")
+
+
+def peak_label(memory: Mapping[str, Any]) -> str:
+    """Return the readable name of the phase in which the peak stands."""
+    named = {phase["name"]: phase["label"] for phase in memory["phases"]}
+    return named.get(memory["peak_phase"], words(str(memory["peak_phase"])))
+
+
+def show_speed(throughput: Mapping[str, Any]) -> None:
+    """Draw the predicted speed; it is labelled for what it is."""
+    st.markdown(f"#### Speed · :gray[{throughput['label']}]")
+    with st.grid(4):
+        st.metric(
+            "Tokens per second",
+            format_count(throughput["tokens_per_s"]),
+            help="All GPUs together.",
+        )
+        st.metric("Step time", format_seconds(throughput["step_time_s"]))
+        mfu = throughput["mfu"]
+        st.metric(
+            "MFU",
+            "unknown" if mfu is None else f"{100 * mfu:.1f} %",
+            help="Model FLOPs of the step over the peak FLOPs of the GPUs in its time.",
+        )
+        st.metric("Bound by", words(throughput["bound"]))

@@ -1,0 +1,352 @@
+"""The only bridge from the pages to planner and database: plain data in, plain data out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import streamlit as st
+from planner.predict import predict
+from planner.search import grid
+
+from db import repository
+from db.database import Database, resolve_url
+from db.engine import open_database
+from db.measurements import measurements
+from db.problems import DatabaseProblem
+from db.types import FINAL_STATES, RunState
+from planner.accuracy import accuracy_report
+from planner.attached import AttachedGpu, attached_gpus
+from planner.config_input import parse_config_text, spec_from_config
+from planner.errors import PlanError
+from planner.hardware import gpu_presets
+from planner.hub import fetch_hub_config
+from planner.paper import paper_table
+from planner.plan import Plan, parse_plan, plan_hash
+from planner.presets import model_presets
+from planner.records import RecordError, parse_row
+
+# What a page shows as one sentence instead of failing.
+PROBLEMS = (PlanError, DatabaseProblem)
+FINAL_STATE_NAMES = frozenset(str(state) for state in FINAL_STATES)
+CURVE_LENGTHS = tuple(2**power for power in range(9, 18))
+KERNELS = ("eager", "sdpa", "triton")
+GRID_WORLDS = tuple(2**power for power in range(11))
+LOG_TAIL_BYTES = 20_000
+# Of the host's free memory, the share that a run on the CPU may take.
+HOST_SHARE = 0.8
+SMALL_PROOF_CONFIG: Mapping[str, int] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+}
+
+
+def model_ids() -> list[str]:
+    """Return the ids of the model presets."""
+    return [preset.id for preset in model_presets()]
+
+
+def gpu_rows() -> list[dict[str, Any]]:
+    """Return the GPU presets as rows: numbers, notes and sources."""
+    return [_gpu_row(gpu) for gpu in gpu_presets()]
+
+
+def _gpu_row(gpu: Any) -> dict[str, Any]:
+    return {
+        "id": gpu.id,
+        "name": gpu.name,
+        "visible_bytes": gpu.visible_bytes,
+        "mem_bandwidth_bytes_s": gpu.mem_bandwidth_bytes_s,
+        "bf16_flop_s": gpu.peak_dense_flop_s.get("bf16"),
+        "interconnect_bytes_s": gpu.interconnect_bytes_s,
+        "notes": " ".join(gpu.notes),
+        "source": "; ".join(gpu.source),
+    }
+
+
+def attached() -> list[dict[str, Any]]:
+    """Return the GPUs of this machine with their present state; empty without a driver."""
+    return _attached()[0]
+
+
+def why_none_attached() -> str:
+    """Return why no GPU is seen, as a sentence."""
+    return _attached()[1] or ""
+
+
+@st.cache_data(ttl=2, max_entries=1, show_spinner=False)
+def _attached() -> tuple[list[dict[str, Any]], str | None]:
+    found = attached_gpus()
+    return [_attached_row(gpu) for gpu in found.gpus], found.reason
+
+
+def _attached_row(gpu: AttachedGpu) -> dict[str, Any]:
+    """One GPU as plain data; `hardware` is its part of a plan, None where its speed is unknown."""
+    known = gpu.to_gpu()
+    return {**asdict(gpu), "hardware": None if known is None else known.to_dict()}
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """Parse a pasted config.json; raises PlanError with one sentence."""
+    return parse_config_text(text)
+
+
+def hub_config(hub_id: str) -> dict[str, Any]:
+    """Fetch the configuration of a model from the hub; raises PlanError when it cannot."""
+    return fetch_hub_config(hub_id)
+
+
+def check_plan(mapping: Mapping[str, Any]) -> Plan:
+    """Check what a person entered; raises PlanError with one sentence."""
+    return parse_plan(mapping)
+
+
+def model_summary(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the derived dimensions of a plan's model, by their names in config.json."""
+    if "preset" in model:
+        plan = {"model": {"preset": model["preset"]}, "hardware": {"preset": "h200-sxm5-141gb"}}
+        spec = parse_plan({"schema": 1, "job": "serve", **plan}).model
+    else:
+        spec = spec_from_config(model["config"], name=model.get("name", "custom model"))
+    return {
+        "name": spec.name,
+        "family": spec.family,
+        "parameters": spec.parameters,
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_positions,
+        "sliding_window": spec.sliding_window,
+        "num_local_experts": spec.num_experts or None,
+        "num_experts_per_tok": spec.experts_per_token or None,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+    }
+
+
+def _canonical(plan: Plan) -> str:
+    return json.dumps(plan.to_dict(), sort_keys=True, separators=(",", ":"))
+
+
+def prediction_of(plan: Plan) -> dict[str, Any]:
+    """Return the prediction of a plan as plain data, kept per plan."""
+    return _prediction(plan_hash(plan), _canonical(plan))
+
+
+@st.cache_data(max_entries=500, show_spinner=False)
+def _prediction(digest: str, _plan_text: str) -> dict[str, Any]:
+    return predict(parse_plan(json.loads(_plan_text))).to_dict()
+
+
+def stage_grid(plan: Plan) -> list[dict[str, Any]]:
+    """Return device memory and verdict for every ZeRO stage and world size of this plan."""
+    return _stage_grid(plan_hash(plan), _canonical(plan))
+
+
+@st.cache_data(max_entries=100, show_spinner=False)
+def _stage_grid(digest: str, _plan_text: str) -> list[dict[str, Any]]:
+    plan = parse_plan(json.loads(_plan_text))
+    stages = (2, 3) if plan.parallelism.engine == "fsdp2" else (0, 1, 2, 3)
+    worlds = sorted({*GRID_WORLDS, plan.parallelism.world_size})
+    return list(grid(plan, zero_stages=stages, world_sizes=worlds))
+
+
+def attention_curves(plan: Plan) -> dict[str, list[dict[str, int]]]:
+    """Return, per kernel that can run this model, bytes kept by attention per sequence length."""
+    return _attention_curves(plan_hash(plan), _canonical(plan))
+
+
+@st.cache_data(max_entries=100, show_spinner=False)
+def _attention_curves(digest: str, _plan_text: str) -> dict[str, list[dict[str, int]]]:
+    document = json.loads(_plan_text)
+    lengths = sorted({*CURVE_LENGTHS, document["workload"]["sequence_length"]})
+    curves = {
+        kernel: [point for length in lengths if (point := _curve_point(document, kernel, length))]
+        for kernel in KERNELS
+    }
+    return {kernel: points for kernel, points in curves.items() if points}
+
+
+def _curve_point(document: Mapping[str, Any], kernel: str, length: int) -> dict[str, int] | None:
+    """One point of a curve; None where the kernel or the model cannot run that length."""
+    workload = {**document["workload"], "attention": kernel, "sequence_length": length}
+    try:
+        memory = predict(parse_plan({**document, "workload": workload})).to_dict()["memory"]
+    except PlanError:
+        return None
+    kept = max(phase["parts"].get("attention", 0) for phase in memory["phases"])
+    return {
+        "sequence_length": length,
+        "attention_bytes": kept,
+        "allocated_bytes": memory["allocated_bytes"],
+    }
+
+
+def zero_paper_rows(name: str, parameters: int) -> list[dict[str, Any]]:
+    """Return the ZeRO paper's decimal GB per GPU for this many parameters."""
+    return [asdict(row) for row in paper_table({name: parameters})]
+
+
+def host_memory_needed_bytes(prediction: Mapping[str, Any], ranks: int) -> int:
+    """Estimate what `ranks` processes on the CPU hold together: the predicted peak of each."""
+    return int(prediction["memory"]["allocated_bytes"]) * ranks
+
+
+def host_memory_free_bytes() -> int:
+    """Return the memory that this host can give without swapping."""
+    return int(psutil.virtual_memory().available * HOST_SHARE)
+
+
+def small_proof(plan: Plan) -> Plan:
+    """Return a plan of the same choices that any host can run: two narrow layers, two ranks."""
+    document = plan.to_dict()
+    own_head_size = plan.model.family != "gpt2"
+    overrides = {
+        key: value
+        for key, value in SMALL_PROOF_CONFIG.items()
+        if own_head_size or key not in ("num_key_value_heads", "head_dim")
+    }
+    config = {key: v for key, v in plan.model.hf_config.items() if key != "layer_types"}
+    model = {"config": config, "name": f"small {plan.model.family}", "overrides": overrides}
+    workload = {**document["workload"], "sequence_length": 64, "micro_batch": 1}
+    ranks = min(2, plan.parallelism.world_size)
+    parallelism = {**document["parallelism"], "world_size": ranks}
+    changed = {"model": model, "workload": workload, "parallelism": parallelism}
+    return parse_plan({**document, **changed})
+
+
+def database() -> Database:
+    """Return the opened database of this server; raises DatabaseProblem."""
+    return _database(str(resolve_url(None)))
+
+
+@st.cache_resource(show_spinner=False)
+def _database(_: str) -> Database:
+    return open_database()
+
+
+def worker_alive() -> bool:
+    """Say whether a worker showed a sign of life lately."""
+    return repository.worker_alive(database())
+
+
+def job_spec(plan: Plan, world: str) -> dict[str, Any]:
+    """Return the job spec that proves a training plan in `world`."""
+    return {
+        "schema": 1,
+        "kind": "train_step",
+        "world": world,
+        "plan": plan.to_dict(),
+        "attention": None,
+        "rank": 0,
+        "warmup": 2,
+        "steps": 5,
+        "seed": 0,
+        "device": None,
+        "deadline_s": 1800.0,
+    }
+
+
+def submit_proof(plan: Plan, world: str, idempotency_key: str) -> str:
+    """Queue a run that proves `plan`; the same key never queues twice. Returns the run id."""
+    return repository.create_run(
+        database(),
+        job_spec(plan, world),
+        plan.to_dict(),
+        prediction_of(plan),
+        idempotency_key=idempotency_key,
+        who="page",
+    )
+
+
+def run_lines(states: Sequence[str] = (), limit: int = 200) -> list[dict[str, Any]]:
+    """Return the newest runs as plain lines of the table."""
+    wanted = [RunState(state) for state in states]
+    return [run.to_dict() for run in repository.list_runs(database(), states=wanted, limit=limit)]
+
+
+@st.cache_data(max_entries=2000, show_spinner=False)
+def _plan_words(url: str, run_id: str) -> str:
+    detail = repository.get_run(database(), run_id)
+    return "" if detail is None or detail.plan is None else plan_line(detail.plan)
+
+
+def plan_words(run_id: str) -> str:
+    """Return the plan of a run in a few words; a run's plan never changes, so it is kept."""
+    return _plan_words(str(resolve_url(None)), run_id)
+
+
+def plan_line(plan: Mapping[str, Any]) -> str:
+    """Return workload and parallelism of a plan's dictionary in one short line."""
+    workload, parallelism = plan["workload"], plan["parallelism"]
+    if plan["job"] == "serve":
+        return f"serve {workload['sequences']} × {workload['context_length']}"
+    return (
+        f"{parallelism['engine']} ZeRO-{parallelism['zero_stage']} × {parallelism['world_size']}, "
+        f"{workload['micro_batch']} × {workload['sequence_length']}, {workload['attention']}, "
+        f"checkpointing {workload['checkpointing']}"
+    )
+
+
+def run_detail(run_id: str) -> dict[str, Any] | None:
+    """Return everything known of a run with its history; None when there is no such run."""
+    detail = repository.get_run(database(), run_id)
+    if detail is None:
+        return None
+    history = repository.run_events(database(), run_id)
+    events = [
+        {"at_ms": e.at_ms, "who": e.who, "from": e.from_state, "to": e.to_state, "why": e.why}
+        for e in history
+    ]
+    return {**detail.to_dict(), "events": events}
+
+
+def log_tail(run_directory: str | None) -> str:
+    """Return the end of a run's output; empty when its files are not on this host."""
+    if run_directory is None:
+        return ""
+    parts = []
+    for name in ("stdout.log", "stderr.log"):
+        with suppress(OSError), (Path(run_directory) / name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_TAIL_BYTES))
+            parts.append(file.read().decode(errors="replace").strip())
+    return "\n".join(part for part in parts if part)
+
+
+def cancel_run(run_id: str) -> bool:
+    """Ask for a run to stop; False when it has ended already."""
+    return repository.request_cancel(database(), run_id, who="page")
+
+
+def rerun(run_id: str, idempotency_key: str) -> str:
+    """Queue the same run again; returns the new id."""
+    return repository.rerun(database(), run_id, idempotency_key=idempotency_key, who="page")
+
+
+def accuracy() -> dict[str, Any]:
+    """Compare today's predictions with every stored measurement."""
+    rows = [seen.to_row() for seen in measurements(database())]
+    return _accuracy(json.dumps([row["id"] for row in rows]), rows)
+
+
+@st.cache_data(max_entries=4, show_spinner="Predicting every stored measurement")
+def _accuracy(digest: str, _rows: list[dict[str, Any]]) -> dict[str, Any]:
+    checked = []
+    for row in _rows:
+        with suppress(RecordError):
+            checked.append(parse_row(row))
+    return accuracy_report(checked).to_dict()

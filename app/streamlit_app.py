@@ -1,0 +1,61 @@
+"""Navigation and the frame that every page shares: `streamlit run app/streamlit_app.py`."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.components.header import show_header
+
+SIDEBAR_WIDTH_PX = 370
+
+st.set_page_config(
+    page_title="Peakmark",
+    page_icon=":material/memory:",
+    layout="wide",
+    initial_sidebar_state=SIDEBAR_WIDTH_PX,
+)
+page = st.navigation(
+    {
+        "Plan": [
+            st.Page(
+                "app_pages/plan.py",
+                title="Plan",
+                icon=":material/straighten:",
+                default=True,
+                help="Does it fit, how close, how fast, and what would change that?",
+            )
+        ],
+        "Prove": [
+            st.Page(
+                "app_pages/runs.py",
+                title="Runs",
+                icon=":material/list_alt:",
+                help="What ran, what was predicted and what was measured.",
+            ),
+            st.Page(
+                "app_pages/run.py",
+                title="Run",
+                icon=":material/timeline:",
+                visibility="hidden",
+                help="One run: history, log, prediction beside measurement, environment.",
+            ),
+            st.Page(
+                "app_pages/accuracy.py",
+                title="Accuracy",
+                icon=":material/target:",
+                help="How far predictions have been from what was measured.",
+            ),
+            st.Page(
+                "app_pages/hardware.py",
+                title="Hardware",
+                icon=":material/developer_board:",
+                help="The attached GPUs and the presets with their sources.",
+            ),
+        ],
+    },
+    position="top",
+)
+header = st.container()
+page.run()
+with header:
+    show_header(page.title)
