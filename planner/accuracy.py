@@ -20,11 +20,14 @@ from planner.records import Kind, RecordedRow, Role
 
 SCHEMA = 1
 MEMORY_QUANTITIES = ("allocated", "reserved", "device")
-STATE_COMPONENTS = ("parameters", "gradients", "optimizer")
+# The component of the prediction, and its name in a measurement.
+STATE_FIELDS = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+}
 DONE = "done"
 OUT_OF_MEMORY = "oom_device"
-# Worlds in which a step takes the time it takes in earnest (docs/architecture.md).
-TIMED_WORLDS = frozenset({"nccl"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +171,9 @@ def compare(
     ]
     if world == "cpu":
         pairs = _state_pairs(prediction, measured)
-    if world in TIMED_WORLDS:
+    # A rank alone does not communicate: its step is a whole one only when the plan has one rank.
+    alone = prediction["plan"]["parallelism"]["world_size"] == 1
+    if world == "nccl" or (world == "solo" and alone):
         pairs.append(
             ("step_time", prediction["throughput"]["step_time_s"], measured.get("step_time_s"))
         )
@@ -182,11 +187,19 @@ def compare(
 def _state_pairs(
     prediction: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> list[tuple[str, float | None, float | None]]:
-    ours: dict[str, int] = defaultdict(int)
-    for entry in prediction["memory"]["ledger"]:
-        ours[entry["component"]] += entry["bytes"]
-    seen = measured.get("state_bytes") or {}
-    return [(name, ours[name], seen.get(name)) for name in STATE_COMPONENTS]
+    """Pair the bytes of parameters, gradients and optimizer states as the optimizer step begins."""
+    phases = {phase["name"]: phase["parts"] for phase in prediction["memory"]["phases"]}
+    seen = measured.get("state") or {}
+    return [
+        (f"{component} state", phases["optimizer"].get(component), seen.get(name))
+        for component, name in STATE_FIELDS.items()
+    ]
+
+
+def gpu_name(environment: Mapping[str, Any]) -> str:
+    """Return the name of the GPU that a run had, "none" on the CPU."""
+    gpu = environment.get("gpu")
+    return str(gpu.get("name")) if isinstance(gpu, Mapping) else "none"
 
 
 def groups_of(plan: Plan, row: RecordedRow) -> dict[str, str]:
@@ -202,7 +215,7 @@ def groups_of(plan: Plan, row: RecordedRow) -> dict[str, str]:
         "precision": workload.precision.value,
         "architecture": plan.model.family,
         "world": str(row.spec.get("world")),
-        "gpu": str(row.environment.get("gpu_name") or "none"),
+        "gpu": gpu_name(row.environment),
     }
 
 

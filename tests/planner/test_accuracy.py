@@ -1,0 +1,227 @@
+"""Accuracy: errors worked out by hand, roles kept apart, and the committed bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import accuracy
+from planner.accuracy import accuracy_report, breaches, compare, summarize
+from planner.plan import Plan
+from planner.records import RecordedRow, parse_row, read_file, row_id
+
+RECORDED = Path(__file__).resolve().parents[2] / "recorded"
+PLAN = {
+    "schema": 1,
+    "job": "train",
+    "model": {"preset": "openai-community/gpt2"},
+    "workload": {"sequence_length": 512},
+    "parallelism": {"engine": "peakmark", "zero_stage": 2, "world_size": 4},
+    "hardware": {"preset": "h200-sxm5-141gb"},
+}
+
+
+class FixedPrediction:
+    """Predicts 110 allocated, 120 reserved and 150 device bytes, and 0.2 s, for every plan."""
+
+    def __init__(self, state: str = "fits", world_size: int = 4) -> None:
+        self.state = state
+        self.world_size = world_size
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {"parameters": 10, "gradients": 20, "optimizer": 30, "activations": 50}
+        return {
+            "plan": {"parallelism": {"world_size": self.world_size}},
+            "memory": {
+                "allocated_bytes": 110,
+                "reserved_bytes": 120,
+                "device_bytes": 150,
+                "phases": [{"name": "optimizer", "parts": parts}],
+            },
+            "verdict": {"state": self.state},
+            "throughput": {"step_time_s": 0.2},
+        }
+
+
+def recorded(
+    measured: dict[str, Any],
+    *,
+    role: str = "evidence",
+    outcome: str = "done",
+    world: str = "solo",
+    kind: str = "train_step",
+    plan: dict[str, Any] | None = None,
+) -> RecordedRow:
+    spec = {"kind": kind, "world": world, "plan": plan or PLAN, "attention": {}}
+    environment = {"gpu": {"name": "NVIDIA H200"}}
+    row = {
+        "schema": 1,
+        "id": row_id(spec, measured, environment),
+        "kind": kind,
+        "recorded_at": "2026-11-29T12:00:00Z",
+        "role": role,
+        "spec": spec,
+        "outcome": outcome,
+        "measured": measured,
+        "environment": environment,
+    }
+    return parse_row(row)
+
+
+@pytest.fixture
+def verdict(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets a test choose the verdict that the fixed prediction gives."""
+    fixed = FixedPrediction()
+
+    def predict(plan: Plan) -> FixedPrediction:
+        return fixed
+
+    monkeypatch.setattr(accuracy, "predict", predict)
+    return fixed
+
+
+def test_statistics_of_four_errors_by_hand() -> None:
+    found = summarize([10.0, -20.0, 0.0, 2.0])
+    assert found.n == 4
+    assert found.mean_percent == pytest.approx(-2.0)
+    assert found.mean_absolute_percent == pytest.approx(8.0)
+    # Absolute errors 0, 2, 10, 20: rank 0.9 x 3 = 2.7 lies 0.7 of the way from 10 to 20.
+    assert found.p90_percent == pytest.approx(17.0)
+    assert found.worst_percent == -20.0
+
+
+def test_errors_are_relative_to_the_measurement(verdict: FixedPrediction) -> None:
+    measured = {"allocated_bytes": 100, "reserved_bytes": 160, "device_bytes": 150}
+    report = accuracy_report([recorded(measured)])
+    overall = report.overall()
+    assert overall["allocated"].mean_percent == pytest.approx(10.0)
+    assert overall["reserved"].mean_percent == pytest.approx(-25.0)
+    assert overall["device"].mean_percent == 0.0
+    assert report.evidence_rows == 1
+
+
+def test_calibration_rows_are_listed_and_never_counted(verdict: FixedPrediction) -> None:
+    rows = [
+        recorded({"allocated_bytes": 100}),
+        recorded({"allocated_bytes": 55}, role="calibration"),
+    ]
+    report = accuracy_report(rows)
+    assert report.overall()["allocated"].n == 1
+    assert report.overall()["allocated"].worst_percent == pytest.approx(10.0)
+    assert (report.evidence_rows, report.calibration_rows) == (1, 1)
+    assert [residual.role.value for residual in report.residuals] == ["evidence", "calibration"]
+
+
+def test_rows_of_other_kinds_and_outcomes_are_not_counted(verdict: FixedPrediction) -> None:
+    rows = [recorded({}, kind="attention"), recorded({"allocated_bytes": 1}, outcome="failed")]
+    report = accuracy_report(rows)
+    assert report.other_rows == 2
+    assert report.overall() == {}
+
+
+def test_groups_part_the_errors(verdict: FixedPrediction) -> None:
+    eager = {**PLAN, "workload": {"sequence_length": 512, "attention": "eager"}}
+    rows = [recorded({"allocated_bytes": 100}), recorded({"allocated_bytes": 220}, plan=eager)]
+    groups = accuracy_report(rows).by_group()
+    assert groups["attention"]["sdpa"]["allocated"].mean_percent == pytest.approx(10.0)
+    assert groups["attention"]["eager"]["allocated"].mean_percent == pytest.approx(-50.0)
+    assert groups["architecture"]["gpt2"]["allocated"].n == 2
+    assert groups["gpu"]["NVIDIA H200"]["allocated"].n == 2
+    assert set(groups["stage"]) == {"2"}
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "false_fits", "false_does_not_fit"),
+    [
+        ("fits", "done", 0, 0),
+        ("tight", "done", 0, 0),
+        ("does_not_fit", "done", 0, 1),
+        ("does_not_fit", "oom_device", 0, 0),
+        ("fits", "oom_device", 1, 0),
+        ("tight", "oom_device", 1, 0),
+    ],
+)
+def test_wrong_verdicts_are_counted(
+    verdict: FixedPrediction, state: str, outcome: str, false_fits: int, false_does_not_fit: int
+) -> None:
+    verdict.state = state
+    report = accuracy_report([recorded({"allocated_bytes": 110}, outcome=outcome)])
+    assert len(report.false_fits) == false_fits
+    assert len(report.false_does_not_fit) == false_does_not_fit
+
+
+def test_an_out_of_memory_row_counts_for_the_verdict_only(verdict: FixedPrediction) -> None:
+    verdict.state = "does_not_fit"
+    report = accuracy_report([recorded({"allocated_bytes": 90}, outcome="oom_device")])
+    assert report.residuals == ()
+
+
+def test_a_verdict_on_a_calibration_row_is_not_counted(verdict: FixedPrediction) -> None:
+    row = recorded({}, outcome="oom_device", role="calibration")
+    assert accuracy_report([row]).false_fits == ()
+
+
+def test_the_cpu_compares_the_training_state_only() -> None:
+    measured = {
+        "allocated_bytes": None,
+        "step_time_s": 9.0,
+        "state": {"parameter_bytes": 10, "gradient_bytes": 25, "optimizer_bytes": 24},
+    }
+    found = {c.quantity: c for c in compare(FixedPrediction().to_dict(), measured, "cpu")}
+    assert set(found) == {"parameters state", "gradients state", "optimizer state"}
+    assert found["parameters state"].error_percent == 0.0
+    assert found["gradients state"].error_percent == pytest.approx(-20.0)
+    assert found["optimizer state"].error_percent == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "world_size", "timed"),
+    [("nccl", 4, True), ("solo", 1, True), ("solo", 4, False), ("shared", 4, False)],
+)
+def test_time_is_compared_only_in_a_world_that_keeps_it(
+    world: str, world_size: int, timed: bool
+) -> None:
+    prediction = FixedPrediction(world_size=world_size).to_dict()
+    found = compare(prediction, {"step_time_s": 0.25, "allocated_bytes": 110}, world)
+    assert ("step_time" in {c.quantity for c in found}) is timed
+
+
+def test_a_row_that_todays_planner_refuses_is_named() -> None:
+    plan = {**PLAN, "workload": {"sequence_length": 512, "attention": "ring"}}
+    row = recorded({"allocated_bytes": 1}, plan=plan)
+    report = accuracy_report([row])
+    assert "workload.attention" in report.not_predicted[row.id]
+    assert report.evidence_rows == 0
+
+
+def test_breaches_name_what_is_out_of_bounds(verdict: FixedPrediction) -> None:
+    report = accuracy_report([recorded({"allocated_bytes": 100})])
+    bounds = {
+        "quantities": {
+            "allocated": {"mean_absolute_percent": 10.1, "worst_percent": 9.0},
+            "step_time": {"worst_percent": 50.0},
+        },
+        "false_fits": 0,
+        "false_does_not_fit": 0,
+    }
+    assert breaches(report, bounds) == [
+        "allocated worst_percent is 10.00: the bound is 9.0",
+        "there is no evidence for step_time",
+    ]
+
+
+def test_the_report_is_json(verdict: FixedPrediction) -> None:
+    document = accuracy_report([recorded({"allocated_bytes": 100})]).to_dict()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert document["quantities"]["allocated"]["n"] == 1
+    assert document["rows"]["evidence"] == 1
+
+
+def test_recorded_rows_are_within_the_committed_bounds() -> None:
+    rows = [row for path in sorted(RECORDED.glob("*.jsonl")) for row in read_file(path)]
+    bounds = json.loads((RECORDED / "bounds.json").read_text())
+    assert rows, "recorded/ holds no rows"
+    assert breaches(accuracy_report(rows), bounds) == []
