@@ -34,7 +34,8 @@ class Gpu:
     """One GPU: what its memory holds and how fast it moves and computes.
 
     `visible_bytes` is the total that CUDA reports; `peak_dense_flop_s` is by element type, None
-    where the hardware lacks it; `interconnect_bytes_s` is per direction between GPUs of a node.
+    where the hardware lacks it; `interconnect_bytes_s` is per direction between the
+    `gpus_per_node` GPUs that such links join.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Gpu:
     interconnect_bytes_s: float | None
     source: tuple[str, ...]
     kind: str
+    gpus_per_node: int = 8
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def _preset_gpu(row: Mapping[str, Any]) -> Gpu:
         interconnect_bytes_s=float(link_bytes_s),
         source=tuple(row["source"]),
         kind="preset",
+        gpus_per_node=row["gpus_per_node"],
         notes=(*notes, *([row["note"]] if row["note"] else [])),
     )
 

@@ -224,17 +224,24 @@ def _parse_parallelism(values: Mapping[str, Any]) -> Parallelism:
     merged = {**default, **check_mapping("parallelism", values, frozenset(default))}
     engine = check_choice("parallelism.engine", merged["engine"], Engine)
     stage = check_integer("parallelism.zero_stage", merged["zero_stage"], 0, 3)
-    if engine is Engine.FSDP2 and stage < 2:
+    world_size = check_integer("parallelism.world_size", merged["world_size"], 1, MAX_COUNT)
+    parallelism = Parallelism(engine=engine, zero_stage=stage, world_size=world_size)
+    check_parallelism(parallelism)
+    return parallelism
+
+
+def check_parallelism(parallelism: Parallelism) -> None:
+    """Raise PlanError where the engine has no such stage."""
+    stage = parallelism.zero_stage
+    if parallelism.engine is Engine.FSDP2 and stage < 2:
         sentence = (
             f"parallelism.zero_stage is {stage}: fsdp2 shards gradients and optimizer states "
             "always, so it has stage 2 (parameters kept after the forward) and stage 3 only."
         )
         raise PlanError("parallelism.zero_stage", stage, "2 or 3", sentence=sentence)
-    world_size = check_integer("parallelism.world_size", merged["world_size"], 1, MAX_COUNT)
-    return Parallelism(engine=engine, zero_stage=stage, world_size=world_size)
 
 
-def check_sequence_length(model: ModelSpec, field_name: str, length: int) -> None:
+def _check_length(model: ModelSpec, field_name: str, length: int) -> None:
     """Raise PlanError where a model has a learned row for each position and too few of them."""
     if model.family == "gpt2" and length > model.max_positions:
         raise PlanError(
@@ -242,19 +249,38 @@ def check_sequence_length(model: ModelSpec, field_name: str, length: int) -> Non
         )
 
 
-def _check_triton(model: ModelSpec, workload: TrainingWorkload) -> None:
-    """Raise PlanError where our attention kernel cannot compute this model's attention."""
+def _attention_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
+    """Return why the chosen kernel cannot compute this model's attention, or None."""
     window = model.sliding_window
-    if model.attention_logit_softcap is not None:
-        reason = "it does not cap attention logits, as this model does"
-    elif window is not None and window < workload.sequence_length:
-        reason = f"it has no sliding window, and this model's window of {window} is shorter"
-    elif model.head_dim > MAX_TRITON_HEAD_DIM:
-        reason = f"its largest head size is {MAX_TRITON_HEAD_DIM}, this model's is {model.head_dim}"
-    else:
+    capped = model.attention_logit_softcap is not None
+    if workload.attention is Attention.EAGER:
+        return None
+    if capped or (model.family == "gemma2" and workload.attention is Attention.SDPA):
+        return "it does not cap attention logits, as this model does"
+    if workload.attention is Attention.SDPA:
+        return None
+    if window is not None and window < workload.sequence_length:
+        return f"it has no sliding window, and this model's window of {window} is shorter"
+    if model.head_dim > MAX_TRITON_HEAD_DIM:
+        return f"its largest head size is {MAX_TRITON_HEAD_DIM}, this model's is {model.head_dim}"
+    return None
+
+
+def _check_attention(model: ModelSpec, workload: TrainingWorkload) -> None:
+    """Raise PlanError where the chosen kernel cannot compute this model's attention."""
+    obstacle = _attention_obstacle(model, workload)
+    if obstacle is None:
         return
-    sentence = f"workload.attention is 'triton': {reason}; use eager or sdpa."
-    raise PlanError("workload.attention", "triton", "eager or sdpa", sentence=sentence)
+    capped = model.attention_logit_softcap is not None
+    others = "eager" if capped or workload.attention is Attention.SDPA else "eager or sdpa"
+    sentence = f"workload.attention is '{workload.attention}': {obstacle}; use {others}."
+    raise PlanError("workload.attention", str(workload.attention), others, sentence=sentence)
+
+
+def check_training(model: ModelSpec, workload: TrainingWorkload) -> None:
+    """Raise PlanError where the model cannot be trained at this length or with this attention."""
+    _check_length(model, "workload.sequence_length", workload.sequence_length)
+    _check_attention(model, workload)
 
 
 _PLAN_FIELDS = frozenset(("schema", "job", "model", "workload", "parallelism", "hardware"))
@@ -277,12 +303,10 @@ def parse_plan(mapping: object) -> Plan:
     workload: TrainingWorkload | ServingWorkload
     if job is Job.TRAIN:
         workload = _parse_training(given)
-        check_sequence_length(model, "workload.sequence_length", workload.sequence_length)
-        if workload.attention is Attention.TRITON:
-            _check_triton(model, workload)
+        check_training(model, workload)
     else:
         workload = _parse_serving(given)
-        check_sequence_length(model, "workload.context_length", workload.context_length)
+        _check_length(model, "workload.context_length", workload.context_length)
     return Plan(
         model=model,
         workload=workload,

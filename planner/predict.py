@@ -1,0 +1,117 @@
+"""The answer to a plan: memory, verdict and speed from one call, as pages and CLI show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.decode import decode_throughput
+from planner.families import parameter_shapes
+from planner.model import ModelSpec
+from planner.plan import Plan, TrainingWorkload
+from planner.serving import serving_memory
+from planner.throughput import Throughput, training_throughput
+from planner.verdict import Verdict, judge
+
+SCHEMA = 1
+PLANNER_VERSION = "0.1.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the planner says of a plan; `memory` has the form of the prediction's JSON."""
+
+    plan: Plan
+    memory: Mapping[str, Any]
+    verdict: Verdict
+    throughput: Throughput
+    serving: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: plain numbers, no NaN."""
+        return {
+            "schema": SCHEMA,
+            "planner_version": PLANNER_VERSION,
+            "plan": self.plan.to_dict(),
+            "model": describe_model(self.plan.model),
+            "memory": dict(self.memory),
+            "verdict": self.verdict.to_dict(),
+            "throughput": self.throughput.to_dict(),
+            "serving": None if self.serving is None else dict(self.serving),
+            "notes": list(self.notes),
+        }
+
+
+def describe_model(spec: ModelSpec) -> dict[str, Any]:
+    """Return every dimension of a model and the sizes that follow from it, JSON-ready."""
+    groups = dict.fromkeys(("embedding", "layer", "head"), 0)
+    for parameter in parameter_shapes(spec):
+        groups[parameter.group] += parameter.total_numel
+    plain = {
+        name: getattr(spec, name)
+        for name in ModelSpec.__dataclass_fields__
+        if name not in ("hf_config", "flags", "sliding_layers")
+    }
+    return {
+        **plain,
+        "num_sliding_layers": spec.num_sliding_layers,
+        "query_size": spec.query_size,
+        "kv_size": spec.kv_size,
+        "embedding_parameters": groups["embedding"],
+        "layer_parameters": groups["layer"],
+        "head_parameters": groups["head"],
+        "hf_config": dict(spec.hf_config),
+        "flags": list(spec.flags),
+    }
+
+
+def _length_notes(spec: ModelSpec, length: int) -> list[str]:
+    if length <= spec.max_positions:
+        return []
+    return [f"{length:,} tokens are more than the {spec.max_positions:,} the model is made for."]
+
+
+def _predict_training(plan: Plan, workload: TrainingWorkload) -> Prediction:
+    from planner.memory.training import training_memory
+
+    memory = training_memory(plan.model, workload, plan.parallelism).to_dict()
+    speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware)
+    return Prediction(
+        plan=plan,
+        memory=memory,
+        verdict=judge(memory["device_bytes"], plan.hardware.visible_bytes),
+        throughput=speed,
+        serving=None,
+        notes=(
+            *plan.model.flags,
+            *_length_notes(plan.model, workload.sequence_length),
+            *speed.notes,
+        ),
+    )
+
+
+def predict(plan: Plan) -> Prediction:
+    """Return the prediction for a plan; raises PlanError where the hardware lacks a needed rate.
+
+    A serving plan is judged against the share of memory that `utilization` allows.
+    """
+    workload = plan.workload
+    if isinstance(workload, TrainingWorkload):
+        return _predict_training(plan, workload)
+    replicas = plan.parallelism.world_size
+    memory = serving_memory(plan.model, workload, plan.hardware.visible_bytes)
+    speed = decode_throughput(plan.model, workload, memory, plan.hardware, replicas)
+    return Prediction(
+        plan=plan,
+        memory=memory.to_dict(),
+        verdict=judge(memory.device_bytes, memory.budget_bytes),
+        throughput=speed,
+        serving=memory.serving_dict(replicas),
+        notes=(
+            *plan.model.flags,
+            *_length_notes(plan.model, workload.context_length),
+            *speed.notes,
+        ),
+    )

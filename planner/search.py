@@ -1,0 +1,111 @@
+"""Many plans at once: memory, verdict and speed over stage, world size, micro-batch, length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.checks import check_integer
+from planner.errors import PlanError
+from planner.plan import (
+    MAX_COUNT,
+    MAX_TOKENS_PER_SEQUENCE,
+    Plan,
+    TrainingWorkload,
+    check_parallelism,
+    check_training,
+)
+from planner.throughput import training_speed_grid
+from planner.verdict import judge_grid
+
+MAX_GRID_POINTS = 1_000_000
+_AXES = ("zero_stage", "world_size", "micro_batch", "sequence_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Values of every quantity over four axes, in the order of `axes`."""
+
+    axes: dict[str, tuple[int, ...]]
+    values: dict[str, NDArray[Any]]
+
+    @property
+    def size(self) -> int:
+        """Number of plans in the grid."""
+        return int(self.values["device_bytes"].size)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield one plain dictionary per plan: its coordinates and its values."""
+        names = list(self.values)
+        flat = [self.values[name].ravel().tolist() for name in names]
+        grids = np.meshgrid(*(np.asarray(v) for v in self.axes.values()), indexing="ij")
+        coordinates = [grid.ravel().tolist() for grid in grids]
+        for row in zip(*coordinates, *flat, strict=True):
+            yield dict(zip([*self.axes, *names], row, strict=True))
+
+
+def _check_axis(name: str, values: Sequence[int], low: int, high: int) -> tuple[int, ...]:
+    if not values:
+        raise PlanError(f"grid.{name}", list(values), "a list with at least one value")
+    return tuple(check_integer(f"grid.{name}", value, low, high) for value in values)
+
+
+def _checked_axes(
+    plan: Plan,
+    workload: TrainingWorkload,
+    given: Sequence[Sequence[int]],
+) -> dict[str, tuple[int, ...]]:
+    limits = ((0, 3), (1, MAX_COUNT), (1, MAX_COUNT), (1, MAX_TOKENS_PER_SEQUENCE))
+    axes = {
+        name: _check_axis(name, values, low, high)
+        for name, values, (low, high) in zip(_AXES, given, limits, strict=True)
+    }
+    points = int(np.prod([len(values) for values in axes.values()]))
+    if points > MAX_GRID_POINTS:
+        raise PlanError("grid", points, f"at most {MAX_GRID_POINTS:,} plans")
+    for stage in axes["zero_stage"]:
+        check_parallelism(replace(plan.parallelism, zero_stage=stage))
+    for length in axes["sequence_length"]:
+        check_training(plan.model, replace(workload, sequence_length=length))
+    return axes
+
+
+def grid(
+    plan: Plan,
+    *,
+    zero_stages: Sequence[int],
+    world_sizes: Sequence[int],
+    micro_batches: Sequence[int],
+    sequence_lengths: Sequence[int],
+) -> Grid:
+    """Evaluate a training plan over four axes by the formulas that answer a single plan.
+
+    Returns allocated, reserved and device bytes, the verdict's state, step time, tokens/s and MFU.
+    Raises PlanError for a serving plan, a value out of range or more than a million plans.
+    """
+    from planner.memory.training import training_grid
+
+    workload = plan.workload
+    if not isinstance(workload, TrainingWorkload):
+        raise PlanError("job", str(plan.job), "train, as a grid varies a training plan")
+    axes = _checked_axes(
+        plan, workload, (zero_stages, world_sizes, micro_batches, sequence_lengths)
+    )
+    engine = plan.parallelism.engine
+    memory = training_grid(plan.model, workload, engine, *axes.values())
+    speed = training_speed_grid(
+        plan.model,
+        workload,
+        engine,
+        plan.hardware,
+        zero_stages=axes["zero_stage"],
+        world_sizes=axes["world_size"],
+        micro_batches=axes["micro_batch"],
+        sequence_lengths=axes["sequence_length"],
+    )
+    states = judge_grid(memory["device_bytes"], plan.hardware.visible_bytes)
+    return Grid(axes=axes, values={**memory, "state": states, **speed})

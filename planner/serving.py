@@ -1,0 +1,364 @@
+"""Serving memory on one GPU: weights, key-value cache, prefill and sampling, what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+from planner.families import parameter_shapes
+from planner.model import ModelSpec, ParameterShape
+from planner.plan import KvDtype, ServingWorkload, WeightsDtype
+from planner.units import MIB_BYTES
+
+KV_ELEMENT_BYTES = {
+    KvDtype.BF16: 2,
+    KvDtype.FP16: 2,
+    KvDtype.FP32: 4,
+    KvDtype.FP8: 1,
+    KvDtype.INT8: 1,
+}
+# int8 entries need a scale for each token and head, fp32, for keys and for values; fp8 entries
+# share one per tensor, which is negligible.
+_INT8_KV_SCALE_BYTES = 4
+
+# A long prompt is computed in pieces, as serving engines do, so its activations do not grow.
+PREFILL_CHUNK_TOKENS = 2048
+_ACTIVATION_ELEMENT_BYTES = 2
+_INT4_GROUP = 128
+
+# Outside torch on an H200 (torch 2.11+cu130) once the first product has run: CUDA context and
+# loaded kernels. Measured: 753,729,536 B in use less 35,651,584 B reserved.
+CONTEXT_BYTES = 718_077_952
+_SEGMENT_BYTES = 2 * MIB_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    """Tensors of one kind: `count` of them, `bytes` in all, alive in `phases`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+    component: str
+    owner: str
+    phases: tuple[str, ...]
+    formula: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingMemory:
+    """What a serving plan holds: the ledger, the budget and how many requests fit."""
+
+    ledger: tuple[LedgerEntry, ...]
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_sequence: int
+    activation_bytes: int
+    budget_bytes: int
+    kv_pool_bytes: int
+    max_tokens: int
+    max_sequences: int
+    fits_sequences: bool
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of weights, cache of the requested sequences and the larger phase."""
+        return max(_phase_bytes(self.ledger, phase) for phase in ("prefill", "decode"))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Allocated bytes in whole 2 MiB segments."""
+        return ceil(self.allocated_bytes / _SEGMENT_BYTES) * _SEGMENT_BYTES
+
+    @property
+    def device_bytes(self) -> int:
+        """All bytes the driver counts: reserved and the CUDA context."""
+        return self.reserved_bytes + CONTEXT_BYTES
+
+    def serving_dict(self, replicas: int) -> dict[str, Any]:
+        """Return the "serving" object of a prediction; each replica is one GPU."""
+        return {
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_per_sequence": self.kv_bytes_per_sequence,
+            "weights_bytes": self.weights_bytes,
+            "activation_bytes": self.activation_bytes,
+            "budget_bytes": self.budget_bytes,
+            "kv_pool_bytes": self.kv_pool_bytes,
+            "max_tokens": self.max_tokens,
+            "max_sequences": self.max_sequences,
+            "fits_sequences": self.fits_sequences,
+            "replicas": replicas,
+            "max_sequences_all_replicas": self.max_sequences * replicas,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the "memory" object of a prediction."""
+        phases = {name: _phase_bytes(self.ledger, name) for name in ("prefill", "decode")}
+        peak = max(phases, key=lambda name: phases[name])
+        return {
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "device_bytes": self.device_bytes,
+            "peak_phase": peak,
+            "rank": 0,
+            "phases": [_phase_dict(self.ledger, name, phases[name]) for name in phases],
+            "components": _components(self.ledger, peak),
+            "overheads": [
+                {
+                    "name": "segments",
+                    "bytes": self.reserved_bytes - self.allocated_bytes,
+                    "formula": "allocated bytes rounded up to 2 MiB",
+                },
+                {
+                    "name": "context",
+                    "bytes": CONTEXT_BYTES,
+                    "formula": "CUDA context and kernels, measured on an H200",
+                },
+            ],
+            "ledger": [asdict(entry) for entry in self.ledger],
+        }
+
+
+_PHASE_LABELS = {
+    "prefill": "Prefill of one prompt chunk",
+    "decode": "Decode of all sequences at full context",
+}
+
+
+def _phase_bytes(ledger: Iterable[LedgerEntry], phase: str) -> int:
+    return sum(entry.bytes for entry in ledger if phase in entry.phases)
+
+
+def _phase_dict(ledger: Iterable[LedgerEntry], phase: str, total_bytes: int) -> dict[str, Any]:
+    parts: dict[str, int] = {}
+    for entry in ledger:
+        if phase in entry.phases:
+            parts[entry.component] = parts.get(entry.component, 0) + entry.bytes
+    label = _PHASE_LABELS[phase]
+    return {"name": phase, "label": label, "allocated_bytes": total_bytes, "parts": parts}
+
+
+def _components(ledger: Iterable[LedgerEntry], peak: str) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for entry in ledger:
+        if peak in entry.phases:
+            row = found.setdefault(
+                entry.component, {"name": entry.component, "bytes": 0, "formula": entry.formula}
+            )
+            row["bytes"] += entry.bytes
+    return list(found.values())
+
+
+def _is_quantised(parameter: ParameterShape) -> bool:
+    # The router decides between experts on small differences: quantisers leave it alone.
+    return (
+        parameter.group == "layer"
+        and len(parameter.shape) > 1
+        and not parameter.name.endswith("mlp.gate.weight")
+    )
+
+
+def _inputs_and_outputs(family: str, parameter: ParameterShape) -> tuple[int, int]:
+    """Return the input width and the number of output rows of a weight (experts as rows)."""
+    inputs = parameter.shape[0] if family == "gpt2" else parameter.shape[-1]
+    return inputs, parameter.numel // inputs
+
+
+def quantised_bytes(numel: int, inputs: int, outputs: int, dtype: WeightsDtype) -> int:
+    """Return the bytes of one quantised weight with its scales.
+
+    fp8: 1 B an element, one fp32 scale. int8: 1 B an element, one fp16 scale per output row.
+    int4: half a byte an element; each group of 128 inputs of a row has an fp16 scale and a 4-bit
+    zero point.
+    """
+    if dtype is WeightsDtype.FP8:
+        return numel + 4
+    if dtype is WeightsDtype.INT8:
+        return numel + 2 * outputs
+    groups = ceil(inputs / _INT4_GROUP) * outputs
+    return ceil(numel / 2) + 2 * groups + ceil(groups / 2)
+
+
+def _weight_entry(
+    spec: ModelSpec, parameter: ParameterShape, workload: ServingWorkload
+) -> LedgerEntry:
+    dtype = workload.weights_dtype
+    plain = dtype in (WeightsDtype.BF16, WeightsDtype.FP16, WeightsDtype.FP32)
+    if plain or not _is_quantised(parameter):
+        stored = dtype if plain else WeightsDtype.BF16
+        element_bytes = 4 if stored is WeightsDtype.FP32 else 2
+        one_bytes = parameter.numel * element_bytes
+        formula = f"{parameter.numel:,} elements x {element_bytes} B x {parameter.count}"
+    else:
+        stored = dtype
+        inputs, outputs = _inputs_and_outputs(spec.family, parameter)
+        one_bytes = quantised_bytes(parameter.numel, inputs, outputs, dtype)
+        formula = f"{parameter.numel:,} elements in {dtype} with scales x {parameter.count}"
+    return LedgerEntry(
+        name=parameter.name,
+        shape=parameter.shape,
+        dtype=str(stored),
+        count=parameter.count,
+        bytes=one_bytes * parameter.count,
+        component="parameters",
+        owner=parameter.group,
+        phases=("prefill", "decode"),
+        formula=formula,
+    )
+
+
+def kv_bytes_per_layer_token(spec: ModelSpec, dtype: KvDtype) -> int:
+    """Return 2 x kv_heads x head_dim x element bytes (plus int8 scales): keys and values."""
+    per_head = spec.head_dim * KV_ELEMENT_BYTES[dtype]
+    per_head += _INT8_KV_SCALE_BYTES if dtype is KvDtype.INT8 else 0
+    return 2 * spec.num_kv_heads * per_head
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: KvDtype) -> int:
+    """Return the cache bytes that one more token costs while no window is full."""
+    return spec.num_layers * kv_bytes_per_layer_token(spec, dtype)
+
+
+def kv_sequence_bytes(spec: ModelSpec, dtype: KvDtype, tokens: int) -> int:
+    """Return the cache of one request of `tokens`; a sliding layer stops at its window."""
+    windowed = min(tokens, spec.sliding_window or tokens)
+    full_layers = spec.num_layers - spec.num_sliding_layers
+    stored = full_layers * tokens + spec.num_sliding_layers * windowed
+    return stored * kv_bytes_per_layer_token(spec, dtype)
+
+
+def _kv_entry(
+    spec: ModelSpec, workload: ServingWorkload, sliding: bool, layers: int
+) -> LedgerEntry:
+    tokens = workload.context_length
+    window = spec.sliding_window if sliding else None
+    tokens = min(tokens, window) if window else tokens
+    per_token_bytes = kv_bytes_per_layer_token(spec, workload.kv_dtype)
+    kind = "sliding" if sliding else "full"
+    return LedgerEntry(
+        name=f"kv_cache.{kind}",
+        shape=(2, workload.sequences, spec.num_kv_heads, tokens, spec.head_dim),
+        dtype=str(workload.kv_dtype),
+        count=layers,
+        bytes=layers * workload.sequences * tokens * per_token_bytes,
+        component="kv_cache",
+        owner="layer",
+        phases=("prefill", "decode"),
+        formula=(
+            f"{layers} layers x {workload.sequences} sequences x {tokens:,} tokens x "
+            f"{per_token_bytes:,} B (2 x {spec.num_kv_heads} heads x {spec.head_dim} x "
+            f"{workload.kv_dtype})"
+        ),
+    )
+
+
+def _activation_width(spec: ModelSpec) -> int:
+    """Return the elements alive per token at the widest moment of a layer, without autograd.
+
+    Residual and normed input, with either q, k, v and the attention output, or the MLP's wide
+    tensors: gate, up and their product (two for a plain MLP), once per expert visited.
+    """
+    attention = 2 * spec.query_size + 2 * spec.kv_size
+    wide_tensors = 2 if spec.family == "gpt2" else 3
+    mlp = wide_tensors * spec.intermediate_size * max(spec.experts_per_token, 1)
+    return 2 * spec.hidden_size + max(attention, mlp)
+
+
+def _activation_entry(spec: ModelSpec, phase: str, tokens: int, element_bytes: int) -> LedgerEntry:
+    width = _activation_width(spec)
+    return LedgerEntry(
+        name=f"{phase}.activations",
+        shape=(tokens, width),
+        dtype="fp32" if element_bytes == 4 else "16-bit",
+        count=1,
+        bytes=tokens * width * element_bytes,
+        component="activations",
+        owner="layer",
+        phases=(phase,),
+        formula=f"{tokens:,} tokens x {width:,} elements of the widest layer x {element_bytes} B",
+    )
+
+
+def _logits_entry(spec: ModelSpec, phase: str, rows: int, element_bytes: int) -> LedgerEntry:
+    return LedgerEntry(
+        name=f"{phase}.logits",
+        shape=(rows, spec.vocab_size),
+        dtype="compute + fp32",
+        count=1,
+        bytes=rows * spec.vocab_size * (element_bytes + 4),
+        component="logits",
+        owner="head",
+        phases=(phase,),
+        formula=f"{rows:,} rows x {spec.vocab_size:,} x ({element_bytes} B + 4 B for sampling)",
+    )
+
+
+def _ledger(spec: ModelSpec, workload: ServingWorkload) -> tuple[LedgerEntry, ...]:
+    element_bytes = 4 if workload.weights_dtype is WeightsDtype.FP32 else _ACTIVATION_ELEMENT_BYTES
+    sliding = spec.num_sliding_layers
+    kinds = ((False, spec.num_layers - sliding), (True, sliding))
+    chunk = min(workload.context_length, PREFILL_CHUNK_TOKENS)
+    return (
+        *(_weight_entry(spec, p, workload) for p in parameter_shapes(spec)),
+        *(_kv_entry(spec, workload, kind, layers) for kind, layers in kinds if layers),
+        _activation_entry(spec, "prefill", chunk, element_bytes),
+        _logits_entry(spec, "prefill", 1, element_bytes),
+        _activation_entry(spec, "decode", workload.sequences, element_bytes),
+        _logits_entry(spec, "decode", workload.sequences, element_bytes),
+    )
+
+
+def _max_tokens(spec: ModelSpec, dtype: KvDtype, context_length: int, pool_bytes: int) -> int:
+    """Return how many cached tokens the pool holds in requests of `context_length`.
+
+    Whole requests first, then one shorter request in what is left.
+    """
+    per_layer_bytes = kv_bytes_per_layer_token(spec, dtype)
+    whole, rest_bytes = divmod(pool_bytes, kv_sequence_bytes(spec, dtype, context_length))
+    window = min(spec.sliding_window or context_length, context_length)
+    to_window = min(rest_bytes // (spec.num_layers * per_layer_bytes), window)
+    rest_bytes -= to_window * spec.num_layers * per_layer_bytes
+    full_layers = spec.num_layers - spec.num_sliding_layers
+    beyond = rest_bytes // (full_layers * per_layer_bytes) if full_layers else 0
+    last = to_window + (beyond if to_window == window else 0)
+    return whole * context_length + min(last, context_length)
+
+
+def serving_memory(spec: ModelSpec, workload: ServingWorkload, visible_bytes: int) -> ServingMemory:
+    """Return the memory of a serving plan on a GPU with `visible_bytes`.
+
+    The cache may take what is left of utilization x visible after weights, the larger phase's
+    activations and logits, and the CUDA context.
+    """
+    ledger = _ledger(spec, workload)
+    weights_bytes = sum(entry.bytes for entry in ledger if entry.component == "parameters")
+    activation_bytes = max(
+        sum(
+            entry.bytes
+            for entry in ledger
+            if phase in entry.phases and entry.component in ("activations", "logits")
+        )
+        for phase in ("prefill", "decode")
+    )
+    budget_bytes = int(workload.utilization * visible_bytes)
+    # One segment is kept back, as allocated bytes are rounded up to whole segments.
+    fixed_bytes = weights_bytes + activation_bytes + CONTEXT_BYTES + _SEGMENT_BYTES
+    pool_bytes = max(budget_bytes - fixed_bytes, 0)
+    sequence_bytes = kv_sequence_bytes(spec, workload.kv_dtype, workload.context_length)
+    max_sequences = pool_bytes // sequence_bytes
+    return ServingMemory(
+        ledger=ledger,
+        weights_bytes=weights_bytes,
+        kv_bytes_per_token=kv_bytes_per_token(spec, workload.kv_dtype),
+        kv_bytes_per_sequence=sequence_bytes,
+        activation_bytes=activation_bytes,
+        budget_bytes=budget_bytes,
+        kv_pool_bytes=pool_bytes,
+        max_tokens=_max_tokens(spec, workload.kv_dtype, workload.context_length, pool_bytes),
+        max_sequences=max_sequences,
+        fits_sequences=workload.sequences <= max_sequences,
+    )
