@@ -77,24 +77,29 @@ def _checked_axes(
 def grid(
     plan: Plan,
     *,
-    zero_stages: Sequence[int],
-    world_sizes: Sequence[int],
-    micro_batches: Sequence[int],
-    sequence_lengths: Sequence[int],
+    zero_stages: Sequence[int] | None = None,
+    world_sizes: Sequence[int] | None = None,
+    micro_batches: Sequence[int] | None = None,
+    sequence_lengths: Sequence[int] | None = None,
 ) -> Grid:
     """Evaluate a training plan over four axes by the formulas that answer a single plan.
 
-    Returns allocated, reserved and device bytes, the verdict's state, step time, tokens/s and MFU.
-    Raises PlanError for a serving plan, a value out of range or more than a million plans.
+    An axis not given has the plan's own value. Returns allocated, reserved and device bytes, the
+    verdict's state, step time, tokens/s and MFU. Raises PlanError for a serving plan, a value out of range or more than a million plans.
     """
     from planner.memory.training import training_grid
 
     workload = plan.workload
     if not isinstance(workload, TrainingWorkload):
         raise PlanError("job", str(plan.job), "train, as a grid varies a training plan")
-    axes = _checked_axes(
-        plan, workload, (zero_stages, world_sizes, micro_batches, sequence_lengths)
+    given = (
+        (zero_stages, plan.parallelism.zero_stage),
+        (world_sizes, plan.parallelism.world_size),
+        (micro_batches, workload.micro_batch),
+        (sequence_lengths, workload.sequence_length),
     )
+    lists = [(own,) if values is None else values for values, own in given]
+    axes = _checked_axes(plan, workload, lists)
     engine = plan.parallelism.engine
     memory = training_grid(plan.model, workload, engine, *axes.values())
     speed = training_speed_grid(
@@ -108,4 +113,4 @@ def grid(
         sequence_lengths=axes["sequence_length"],
     )
     states = judge_grid(memory["device_bytes"], plan.hardware.visible_bytes)
-    return Grid(axes=axes, values={**memory, "state": states, **speed})
+    return Grid(axes=axes, values={**memory, "verdict": states, **speed})

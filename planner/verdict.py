@@ -72,4 +72,5 @@ def judge_grid(needed_bytes: NDArray[Any], capacity_bytes: int) -> NDArray[np.st
     comfortable = needed_bytes <= capacity_bytes * (1 - COMFORTABLE_HEADROOM)
     codes = np.where(comfortable, 0, np.where(needed_bytes <= capacity_bytes, 1, 2))
     names: NDArray[np.str_] = np.array([str(state) for state in State])
-    return names[codes]
+    states: NDArray[np.str_] = names[codes]
+    return states
