@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sqlalchemy import select
+
 from db.database import Database, connect, resolve_url
+from db.models import MeasurementRow
 from db.recorded import RECORDED_DIRECTORY, load_recorded
+from db.types import Origin
 from db.upgrade import upgrade
 
 __all__ = ["Database", "open_database"]
@@ -16,12 +20,18 @@ def open_database(
 ) -> Database:
     """Open a database, migrated to this version; raises DatabaseProblem.
 
-    Without `url` it is the one of `$PEAKMARK_DATABASE_URL`, else `var/peakmark.db` here. A new
-    database is filled with the measurements of the directory `recorded`.
+    Without `url` it is the one of `$PEAKMARK_DATABASE_URL`, else `var/peakmark.db` here. One that
+    holds no recorded measurements yet is filled with those of the directory `recorded`.
     """
     place = resolve_url(url)
-    is_new = upgrade(place)
+    upgrade(place)
     database = Database(engine=connect(place), url=place)
-    if is_new and recorded is not None:
+    if recorded is not None and not _holds_recorded(database):
         load_recorded(database, recorded)
     return database
+
+
+def _holds_recorded(database: Database) -> bool:
+    query = select(MeasurementRow.id).where(MeasurementRow.origin == Origin.RECORDED).limit(1)
+    with database.read() as session:
+        return session.scalars(query).first() is not None

@@ -105,10 +105,11 @@ def _keep_environment(session: Session, environment: Mapping[str, Any]) -> int:
     known = session.scalars(same).first()
     if known is not None:
         return known
+    gpu = environment.get("gpu")
     row = EnvironmentRow(
         hash=digest,
         document=dict(environment),
-        gpu_name=environment.get("gpu_name"),
+        gpu_name=str(gpu.get("name")) if isinstance(gpu, Mapping) else None,
         created_at_ms=now_ms(),
     )
     session.add(row)

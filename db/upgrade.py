@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, func, inspect, select, table, text
 
-from db.database import connect, display_name, sqlite_file
+from db.database import connect, display_name, resolve_url, sqlite_file
 from db.problems import DatabaseProblem, translated
 from db.types import now_ms
 
@@ -29,8 +30,8 @@ def migration_config(connection: Connection | None = None, scripts: Path = MIGRA
     return config
 
 
-def upgrade(url: URL, *, scripts: Path = MIGRATIONS) -> bool:
-    """Migrate the database to the newest revision; return whether it was empty before.
+def upgrade(url: URL, *, scripts: Path = MIGRATIONS) -> None:
+    """Migrate the database to the newest revision.
 
     An existing file is copied beside itself first. Raises DatabaseProblem with one sentence when
     the file cannot be written, is not ours or comes from a newer version.
@@ -42,24 +43,23 @@ def upgrade(url: URL, *, scripts: Path = MIGRATIONS) -> bool:
     engine = connect(url, foreign_keys=False)
     try:
         with _upgrade_lock(file), translated(name):
-            return _upgrade_locked(engine, name, file, scripts)
+            _upgrade_locked(engine, name, file, scripts)
     finally:
         engine.dispose()
 
 
-def _upgrade_locked(engine: Engine, name: str, file: Path | None, scripts: Path) -> bool:
+def _upgrade_locked(engine: Engine, name: str, file: Path | None, scripts: Path) -> None:
     directory = ScriptDirectory.from_config(migration_config(scripts=scripts))
     with engine.connect() as connection:
         current = MigrationContext.configure(connection).get_current_revision()
         tables = inspect(connection).get_table_names()
     _require_ours(directory, current, tables, name)
     if current == directory.get_current_head():
-        return False
+        return
     if file is not None and current is not None:
         _back_up(engine, file, current)
     with engine.execution_options(writes=True).begin() as connection:
         _migrate(connection, name, scripts)
-    return current is None
 
 
 def _require_writable(file: Path) -> None:
@@ -132,3 +132,17 @@ def _upgrade_lock(file: Path | None) -> Iterator[None]:
     with file.with_name(f"{file.name}.upgrade.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def main() -> int:
+    """Upgrade the database of this environment: `python -m db.upgrade`."""
+    try:
+        upgrade(resolve_url(None))
+    except DatabaseProblem as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runners.contract import SPEC_FILE, JobSpec, World
@@ -61,9 +61,11 @@ def job_command(spec: JobSpec, run_directory: Path) -> list[str]:
 
 
 def job_environment(
-    run_id: str, spec: JobSpec, parent: Mapping[str, str] = os.environ
+    run_id: str, gpu_uuids: Sequence[str] | None, parent: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of a job: what is allowed of ours, the run's id, its device.
+    """Return the environment of a job: what is allowed of ours, the run's id, its GPUs.
+
+    `gpu_uuids` are the GPUs it may see; None leaves that to our own CUDA_VISIBLE_DEVICES.
 
     A job never reaches the network: the model is built from the config in its spec.
     """
@@ -73,8 +75,6 @@ def job_environment(
         if name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES)
     }
     environment |= {TAG_VARIABLE: run_id, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    if spec.world is World.CPU:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    elif spec.device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = spec.device
+    if gpu_uuids is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     return environment

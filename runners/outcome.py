@@ -148,6 +148,8 @@ def _check_result(data: object) -> None:
 def classify(ending: Ending | None, run_directory: Path) -> Classified:
     """Say how a run ended; a valid result wins over everything that happened around it.
 
+    But for a result that says "failed" while the run was being stopped, or a rank of it killed:
+    it only describes how the other ranks fared then.
     `ending` is None when the supervisor itself was killed.
     """
     try:
@@ -155,7 +157,7 @@ def classify(ending: Ending | None, run_directory: Path) -> Classified:
         problem = None
     except ResultProblem as error:
         result, problem = None, f"the job's result file cannot be used: {error}"
-    if result is not None:
+    if result is not None and not _is_echo(result, ending, run_directory):
         return Classified(outcome=result.outcome, why=_describe_result(result), result=result)
     if ending is None:
         return Classified(outcome=Outcome.CRASHED, why=problem or _supervisor_end(run_directory))
@@ -165,6 +167,18 @@ def classify(ending: Ending | None, run_directory: Path) -> Classified:
     if problem is not None:
         return Classified(outcome=Outcome.FAILED, why=problem)
     return _classify_exit(ending, run_directory)
+
+
+def _is_echo(result: JobResult, ending: Ending | None, run_directory: Path) -> bool:
+    if result.outcome is not Outcome.FAILED or ending is None:
+        return False
+    return ending.stopped_by is not None or _exit_code(ending, last_words(run_directory)) < 0
+
+
+def _exit_code(ending: Ending, words: str) -> int:
+    """Return the exit code of the process that failed first; torchrun's own is always 1."""
+    rank_code = _RANK_EXIT_CODE.search(words)
+    return int(rank_code[1]) if rank_code else ending.exit_code or 0
 
 
 def _supervisor_end(run_directory: Path) -> str:
@@ -184,16 +198,13 @@ def _classify_exit(ending: Ending, run_directory: Path) -> Classified:
     if ending.exit_code == 0:
         return Classified(outcome=Outcome.FAILED, why="the job ended without leaving a result")
     words = last_words(run_directory)
-    code = ending.exit_code
-    rank_code = _RANK_EXIT_CODE.search(words)
-    if rank_code is not None:
-        code = int(rank_code[1])
+    code = _exit_code(ending, words)
     if code == -signal.SIGKILL and ending.oom_kills > 0:
         return Classified(outcome=Outcome.OOM_HOST, why="the kernel killed it for host memory")
     for pattern, outcome, why in _LAST_WORDS:
         if re.search(pattern, words, re.MULTILINE):
             return Classified(outcome=outcome, why=why)
-    if code is not None and code < 0:
+    if code < 0:
         return Classified(outcome=Outcome.CRASHED, why=f"it was killed by {_signal_name(-code)}")
     line = next((line for line in reversed(words.splitlines()) if line.strip()), "")
     why = f"it ended with exit code {code}: {line.strip()}"[:_MAX_WHY_CHARACTERS]

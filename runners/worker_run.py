@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -18,11 +19,13 @@ from db.measurements import StoredResult, store_result
 from db.problems import DatabaseProblem
 from db.queue import HeldRun, Lease, StaleLease, WorkerIdentity
 from db.types import RunState
-from runners.contract import SPEC_FILE, JobSpec, Outcome, write_json_atomically
+from planner.attached import attached_gpus
+from runners.contract import SPEC_FILE, JobSpec, Outcome, World, write_json_atomically
 from runners.launch import job_environment
 from runners.outcome import SUPERVISOR_LOG, Classified, Ending, StoppedBy, classify, read_ending
 from runners.process_tree import ProcessId, identify, kill_run
 from runners.supervisor import LAUNCH_FILE, Launch
+from runners.worker_gpus import choose_gpus
 
 log = logging.getLogger("peakmark.worker")
 
@@ -56,7 +59,8 @@ def execute_run(place: Workplace, held: HeldRun) -> None:
     run_id = held.lease.run_id
     try:
         spec = JobSpec.from_dict(held.spec)
-        execution = RunExecution(place, held.lease, spec)
+        gpu_uuids = _reserve_gpus(place, held.lease, spec)
+        execution = RunExecution(place, held.lease, spec, gpu_uuids)
     except (ValueError, TypeError, KeyError) as error:
         store(place, held.lease, _failed(f"the job cannot be started: {error}"))
         return
@@ -72,10 +76,27 @@ def execute_run(place: Workplace, held: HeldRun) -> None:
     store(place, held.lease, ended)
 
 
+def _reserve_gpus(place: Workplace, lease: Lease, spec: JobSpec) -> tuple[str, ...] | None:
+    """Hold the GPUs of a run; None where NVML cannot tell, so that the job must find its own."""
+    if spec.world is World.CPU:
+        return ()
+    attached = attached_gpus()
+    if not attached.gpus:
+        return None
+    chosen = choose_gpus(spec, attached.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    holder = queue.reserve_gpus(place.database, lease, chosen)
+    if holder is not None:
+        raise ValueError(f"its GPU is held by run {holder}")
+    # A device that the spec names by number means that number among all we see.
+    return None if spec.device is not None else chosen
+
+
 class RunExecution:
     """A run while its supervisor lives."""
 
-    def __init__(self, place: Workplace, lease: Lease, spec: JobSpec) -> None:
+    def __init__(
+        self, place: Workplace, lease: Lease, spec: JobSpec, gpu_uuids: tuple[str, ...] | None
+    ) -> None:
         self._place = place
         self._lease = lease
         self._directory = place.run_directory(lease.run_id)
@@ -84,7 +105,7 @@ class RunExecution:
         self._next_beat = time.monotonic()
         self._give_up = time.monotonic() + spec.deadline_s + place.grace_s + SUPERVISOR_MARGIN_S
         self._write_files(spec)
-        self._process = self._start(job_environment(lease.run_id, spec))
+        self._process = self._start(job_environment(lease.run_id, gpu_uuids))
 
     def _write_files(self, spec: JobSpec) -> None:
         if not 0 < spec.deadline_s <= MAX_DEADLINE_S:
