@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from planner.errors import PlanError
-from planner.plan import Job, Plan, parse_plan
+from planner.plan import Plan, TrainingWorkload, parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
 
@@ -202,9 +202,9 @@ def gpu_name(environment: Mapping[str, Any]) -> str:
     return str(gpu.get("name")) if isinstance(gpu, Mapping) else "none"
 
 
-def groups_of(plan: Plan, row: RecordedRow) -> dict[str, str]:
+def groups_of(plan: Plan, workload: TrainingWorkload, row: RecordedRow) -> dict[str, str]:
     """Return what a row is grouped by: the choices of its plan, its world and its GPU."""
-    workload, parallelism = plan.workload, plan.parallelism
+    parallelism = plan.parallelism
     return {
         "job": plan.job.value,
         "engine": parallelism.engine.value,
@@ -239,14 +239,15 @@ class _Tally:
         except PlanError as error:
             self.not_predicted[row.id] = str(error)
             return
-        if plan.job is not Job.TRAIN:
+        workload = plan.workload
+        if not isinstance(workload, TrainingWorkload):
             self.counts["other"] += 1
             return
         self.counts[row.role.value] += 1
         prediction = predict(plan).to_dict()
         self._judge_verdict(row, prediction["verdict"]["state"])
         if row.outcome == DONE:
-            groups = groups_of(plan, row)
+            groups = groups_of(plan, workload, row)
             self.residuals += [
                 Residual(row_id=row.id, role=row.role, comparison=found, groups=groups)
                 for found in compare(prediction, row.measured, str(row.spec.get("world")))

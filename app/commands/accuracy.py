@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from planner.accuracy import AccuracyReport, Statistics
     from planner.records import RecordedRow
 
-COLUMNS = ("n", "mean", "mean |e|", "p90 |e|", "worst")
+FIGURES = ("n", "mean", "mean |e|", "p90 |e|", "worst")
 
 
 def accuracy_command(
@@ -33,9 +33,9 @@ def accuracy_command(
         print_json(report.to_dict())
         return
     print_line(rows_sentence(report))
-    print_table(make_table("All evidence", ("quantity", *COLUMNS), overall_rows(report)))
-    columns = ("group", "value", "quantity", *COLUMNS)
-    print_table(make_table("By group", columns, group_rows(report), words=3))
+    print_table(make_table("All evidence", ("quantity",), FIGURES, overall_rows(report)))
+    words = ("group", "value", "quantity")
+    print_table(make_table("By group", words, FIGURES, group_rows(report)))
     print_line(verdict_sentence(report))
     for row_id, reason in report.not_predicted.items():
         print_line(f"Not predicted: {row_id}: {reason}")

@@ -43,7 +43,7 @@ def doctor_command(json: JsonFlag = False) -> None:
         print_json({"schema": 1, "findings": [asdict(finding) for finding in findings]})
     else:
         rows = [(f"[{STYLES[f.state]}]{f.state}[/]", f.name, f.found, f.advice) for f in findings]
-        print_table(make_table(None, ("", "what", "found", "to do"), rows, words=4))
+        print_table(make_table(None, ("", "what", "found", "to do"), (), rows))
     if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(1)
 

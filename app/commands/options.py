@@ -104,9 +104,9 @@ def model_part(values: Mapping[str, Any]) -> dict[str, Any]:
     name = values["model"]
     if is_preset(name):
         return {"preset": name}
-    from planner.hub import fetch_config
+    from planner.hub import fetch_hub_config
 
-    return {"config": fetch_config(name), "name": name}
+    return {"config": fetch_hub_config(name), "name": name}
 
 
 def is_preset(name: str) -> bool:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
 VERDICT_STYLES = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}
-VERDICT_WORDS = {"fits": "fits", "tight": "tight", "does_not_fit": "does not fit"}
 
 
 class InputError(Exception):
@@ -51,23 +50,20 @@ def print_table(table: Table) -> None:
 
 
 def make_table(
-    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1
+    title: str | None, words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> Table:
-    """Build a table whose first `words` columns are text and whose other columns are numbers."""
+    """Build a table: the columns of `words` first, then those of `numbers`, set to the right."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < words else "right")
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def verdict_text(state: str) -> str:
-    """Return a verdict's word in its colour."""
-    return f"[{VERDICT_STYLES[state]}]{VERDICT_WORDS[state]}[/]"
 
 
 def describe(error: Exception) -> dict[str, Any] | None:

@@ -21,6 +21,9 @@ from app.commands.output import (
     print_table,
 )
 
+MEMORY_COLUMNS = (("component", "formula"), ("bytes",))
+SERVING_COLUMNS = (("quantity",), ("value",))
+
 
 @with_options(TARGET_OPTIONS, SIZE_OPTIONS, SERVE_OPTIONS)
 def plan_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
@@ -32,11 +35,9 @@ def plan_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
         print_json(prediction)
         return
     print_verdict(prediction)
+    print_table(make_table(memory_title(prediction), *MEMORY_COLUMNS, memory_rows(prediction)))
     if prediction["serving"]:
-        print_table(make_table("Serving", ("quantity", "value"), serving_rows(prediction)))
-    else:
-        columns = ("component", "bytes", "formula")
-        print_table(make_table(memory_title(prediction), columns, memory_rows(prediction)))
+        print_table(make_table("Serving", *SERVING_COLUMNS, serving_rows(prediction)))
     print_line(speed_sentence(prediction))
     for note in prediction["notes"]:
         print_line(f"Note: {note}")
@@ -63,12 +64,12 @@ def memory_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
 
     memory = prediction["memory"]
     for part in memory["components"]:
-        yield part["name"], format_bytes(part["bytes"]), part["formula"]
-    yield "allocated", format_bytes(memory["allocated_bytes"]), "sum of the above"
+        yield part["name"], part["formula"], format_bytes(part["bytes"])
+    yield "allocated", "sum of the above", format_bytes(memory["allocated_bytes"])
     for part in memory["overheads"]:
-        yield part["name"], format_bytes(part["bytes"]), part["formula"]
-    yield "reserved", format_bytes(memory["reserved_bytes"]), "allocated + segments"
-    yield "device", format_bytes(memory["device_bytes"]), "reserved + context"
+        yield part["name"], part["formula"], format_bytes(part["bytes"])
+    yield "reserved", "allocated + segments", format_bytes(memory["reserved_bytes"])
+    yield "device", "reserved + context", format_bytes(memory["device_bytes"])
 
 
 def serving_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -85,8 +86,6 @@ def speed_sentence(prediction: Mapping[str, Any]) -> str:
     from planner.units import format_seconds
 
     speed = prediction["throughput"]
-    if not speed:
-        return "Speed: not predicted for serving yet."
     return (
         f"Step {format_seconds(speed['step_time_s'])}, "
         f"{speed['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU, "

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from db.engine import Database
     from db.views import RunDetail, RunSummary
 
+WORDS = ("id", "model", "hardware", "world", "state")
+FIGURES = ("predicted", "measured", "error")
 app = typer.Typer(help="List runs, newest first; show, cancel or export them.")
 RunId = Annotated[str, typer.Argument(help="The id that `peakmark runs` shows.")]
 
@@ -42,8 +44,7 @@ def runs_command(
     if json:
         print_json({"schema": 1, "runs": [run.to_dict() for run in found]})
         return
-    columns = ("id", "model", "hardware", "world", "state", "predicted", "measured", "error")
-    print_table(make_table(None, columns, [run_row(run) for run in found], words=5))
+    print_table(make_table(None, WORDS, FIGURES, [run_row(run) for run in found]))
 
 
 def run_row(run: RunSummary) -> tuple[str, ...]:

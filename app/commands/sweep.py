@@ -31,10 +31,12 @@ WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 @with_options(TARGET_OPTIONS, LIST_OPTIONS)
 def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     """Show which of many training plans fit: every combination of the lists given."""
+    from planner.plan import TrainingWorkload
     from planner.search import grid
 
     axes = {name: read_list(name, chosen[name]) for name in LIST_OPTIONS}
     plan = plan_from({name: chosen[name] for name in TARGET_OPTIONS} | first_of_each(axes))
+    assert isinstance(plan.workload, TrainingWorkload)
     stages = axes["zero"] or ((2, 3) if plan.parallelism.engine == "fsdp2" else (0, 1, 2, 3))
     lists = {
         "zero_stages": stages,
@@ -43,7 +45,7 @@ def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
         "sequence_lengths": axes["seq"] or (plan.workload.sequence_length,),
     }
     check_size(lists)
-    points = list(grid(plan, **lists))
+    points = list(grid(plan, **lists).records())
     if json:
         print_json({"schema": 1, "plan": plan.to_dict(), "points": points})
     else:
@@ -92,4 +94,4 @@ def fit_table(points: Iterable[Mapping[str, Any]], stages: Iterable[int]) -> Any
         for key, row in sorted(cells.items())
     ]
     title = "Device memory per GPU (green: fits, yellow: tight, red: does not fit)"
-    return make_table(title, columns, rows, words=0)
+    return make_table(title, (), columns, rows)
