@@ -14,7 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-IGNORED = ("--exclude=.git", "--exclude=.venv", "--exclude=var", "--exclude=tests")
+
+# Debian's Python in a fresh virtual environment takes the place of the base image's.
+STAND_IN = (
+    "apt-get update -q && apt-get install -q -y --no-install-recommends python3 python3-venv",
+    "/usr/bin/python3 -m venv /opt/image-python",
+    "export PATH=/opt/image-python/bin:$PATH",
+)
+# What must hold in the end, for the image's user: init, compiler, Triton's headers, the product.
+PROOF = (
+    "command -v tini gcc",
+    "su peakmark -s /bin/sh -c 'cd /srv/peakmark && touch /data/probe"
+    " && /opt/image-python/bin/peakmark plan --json > /dev/null"
+    " && /opt/image-python/bin/python -m runners.worker --help > /dev/null'",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,27 +46,28 @@ def read_instructions(text: str) -> list[Instruction]:
     return [Instruction(name=name.upper(), argument=" ".join(rest.split())) for name, rest in parts]
 
 
-def shell_script(instructions: list[Instruction]) -> str:
+def read_ignored(text: str) -> list[str]:
+    """Return the patterns of a .dockerignore as tar takes them: they match at any depth."""
+    return [line.removeprefix("**/") for line in text.splitlines() if line.strip()]
+
+
+def shell_script(instructions: list[Instruction], ignored: list[str]) -> str:
     """Return the script that replays COPY, WORKDIR and RUN inside the throw-away root.
 
-    It starts with a fresh virtual environment on PATH, in the place of the base image's Python,
-    and ends by proving that the command line and the compiler are there for the image's user.
+    It ends by proving that the image's user has the command line, a worker and the volume.
     """
-    steps = [
-        f"{shlex.quote(sys.executable)} -m venv /opt/image-python",
-        "export PATH=/opt/image-python/bin:$PATH",
-    ]
+    excludes = " ".join(shlex.quote(f"--exclude={pattern}") for pattern in ignored)
+    steps = list(STAND_IN)
     for instruction in instructions:
         if instruction.name == "WORKDIR":
             steps.append(f"mkdir -p {instruction.argument} && cd {instruction.argument}")
         elif instruction.name == "COPY":
             source, target = instruction.argument.split()
             source = "." if source == "." else shlex.quote(source)
-            steps.append(f"tar -C /mnt/source {' '.join(IGNORED)} -c {source} | tar -x -C {target}")
+            steps.append(f"tar -C /mnt/source {excludes} -c {source} | tar -x -C {target}")
         elif instruction.name == "RUN":
             steps += [f"echo {shlex.quote('RUN ' + instruction.argument)}", instruction.argument]
-    steps += ["command -v tini gcc", "su peakmark -c 'cd && /opt/image-python/bin/peakmark --help'"]
-    return "set -eu\n" + "\n".join(steps) + "\n"
+    return "set -eu\n" + "\n".join([*steps, *PROOF]) + "\n"
 
 
 OVERLAY = """
@@ -77,7 +91,8 @@ def replay(script: str) -> int:
 
 def main() -> int:
     """Replay the Dockerfile of this repository."""
-    return replay(shell_script(read_instructions((ROOT / "Dockerfile").read_text())))
+    instructions = read_instructions((ROOT / "Dockerfile").read_text())
+    return replay(shell_script(instructions, read_ignored((ROOT / ".dockerignore").read_text())))
 
 
 if __name__ == "__main__":
