@@ -19,14 +19,14 @@ REQUIRED_KEYS = (
 )
 SIZE_LIMITS = {
     "vocab_size": 2**24,
-    "hidden_size": 2**20,
+    "hidden_size": 1_000_000,
     "intermediate_size": 2**22,
     "num_hidden_layers": 4096,
     "num_attention_heads": 4096,
     "num_key_value_heads": 4096,
     "head_dim": 4096,
-    "max_position_embeddings": 2**30,
-    "sliding_window": 2**30,
+    "max_position_embeddings": 1_000_000_000,
+    "sliding_window": 1_000_000_000,
     "num_local_experts": 1024,
     "num_experts_per_tok": 1024,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -47,6 +47,7 @@ class Gpu:
     source: tuple[str, ...]
     kind: str
     gpus_per_node: int = 8
+    compute_capability: str | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +96,7 @@ def _preset_gpu(row: Mapping[str, Any]) -> Gpu:
         source=tuple(row["source"]),
         kind="preset",
         gpus_per_node=row["gpus_per_node"],
+        compute_capability=row["compute_capability"],
         notes=(*notes, *([row["note"]] if row["note"] else [])),
     )
 
@@ -106,7 +108,7 @@ def gpu_presets() -> tuple[Gpu, ...]:
     return tuple(_preset_gpu(row) for row in rows)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _gpu_by_name(name: str) -> Gpu:
     presets = {gpu.id: gpu for gpu in gpu_presets()}
     return presets[find_by_name("hardware.preset", name, list(presets))]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -14,6 +14,9 @@ from planner.config_input import spec_from_config
 from planner.errors import PlanError, describe_value
 from planner.families import SUPPORTED_FAMILIES
 from planner.model import ModelSpec
+
+
+_MAX_NAME_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
 
     Case and punctuation do not matter. Raises PlanError listing the candidates.
     """
-    if not isinstance(name, str) or not _plain(name):
+    if not isinstance(name, str) or len(name) > _MAX_NAME_CHARACTERS or not _plain(name):
         raise PlanError(field, name, "the name of a preset")
     wanted = _plain(name)
     shorts = {full: _plain(full.rsplit("/", 1)[-1]) for full in ids}
@@ -89,7 +92,7 @@ def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
     raise PlanError(field, name, hint, sentence=sentence)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _preset(name: str) -> ModelPreset:
     presets = {preset.id: preset for preset in all_presets()}
     preset = presets[find_by_name("model.preset", name, list(presets))]
