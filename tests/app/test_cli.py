@@ -1,0 +1,279 @@
+"""The command line as a person and a program meet it: answers, errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app import cli
+from planner.plan import default_plan, parse_plan
+from planner.predict import predict
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line on a database of its own; gives exit code, stdout and stderr."""
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", str(tmp_path / "peakmark.db"))
+    # Wide enough that no sentence is wrapped.
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["peakmark", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_plan_without_options_answers_the_plan_that_the_page_starts_with(run: Run) -> None:
+    code, out, _ = run("plan", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(predict(default_plan()).to_dict()))
+
+
+def test_plan_options_reach_the_plan_and_give_the_planners_own_answer(run: Run) -> None:
+    options = {
+        "--model": "gpt2",
+        "--gpu": "h100-sxm5-80gb",
+        "--gpus": "4",
+        "--engine": "fsdp2",
+        "--zero": "2",
+        "--micro-batch": "3",
+        "--seq": "256",
+        "--grad-accumulation": "2",
+        "--optimizer": "adamw_foreach",
+        "--precision": "bf16",
+        "--attention": "eager",
+        "--checkpointing": "full",
+    }
+    code, out, _ = run("plan", *[part for pair in options.items() for part in pair], "--json")
+    document = {
+        "schema": 1,
+        "job": "train",
+        "model": {"preset": "openai-community/gpt2"},
+        "workload": {
+            "sequence_length": 256,
+            "micro_batch": 3,
+            "grad_accumulation": 2,
+            "optimizer": "adamw_foreach",
+            "precision": "bf16",
+            "attention": "eager",
+            "checkpointing": "full",
+        },
+        "parallelism": {"engine": "fsdp2", "zero_stage": 2, "world_size": 4},
+        "hardware": {"preset": "h100-sxm5-80gb"},
+    }
+    assert code == 0
+    assert json.loads(out)["plan"] == document
+    assert json.loads(out) == json.loads(json.dumps(predict(parse_plan(document)).to_dict()))
+
+
+def test_plan_json_holds_what_programs_read(run: Run) -> None:
+    _, out, _ = run("plan", "--json")
+    answer = json.loads(out)
+    memory = answer["memory"]
+    assert {"allocated_bytes", "reserved_bytes", "device_bytes", "peak_phase"} <= set(memory)
+    assert memory["ledger"]
+    assert sum(part["bytes"] for part in memory["components"]) == memory["allocated_bytes"]
+    assert answer["verdict"]["state"] in {"fits", "tight", "does_not_fit"}
+    assert answer["throughput"]["label"] == "formula, not calibrated"
+
+
+def test_plan_in_words_names_verdict_peak_and_components(run: Run) -> None:
+    code, out, _ = run("plan", "--model", "llama-3.1-8b", "--gpu", "h200")
+    assert code == 0
+    assert "8.03 B parameters" in out
+    assert "per GPU" in out
+    for word in ("Peak in", "parameters", "optimizer", "allocated", "reserved", "device"):
+        assert word in out
+
+
+def test_plan_for_serving_counts_the_cache_by_hand(run: Run) -> None:
+    options = ("--context", "1000", "--sequences", "3", "--kv-dtype", "fp16")
+    _, out, _ = run("plan", "--serve", "--model", "llama-3.1-8b", *options, "--json")
+    # 2 (K and V) x 32 layers x 8 heads x 128 x 2 B = 131,072 B per token.
+    assert json.loads(out)["serving"]["kv_bytes_per_token"] == 131_072
+    code, words, _ = run("plan", "--serve")
+    assert code == 0
+    assert "max sequences" in words
+
+
+def test_plan_reads_a_config_file_and_names_the_model_after_its_folder(
+    run: Run, tmp_path: Path
+) -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out, err = run("plan", "--config", str(folder / "config.json"), "--json")
+    assert (code, err) == (0, "")
+    # Embedding and head 100x64 each, final norm 64, and per layer q and o 64x64, k and v 32x64,
+    # gate, up and down 128x64 and two norms.
+    per_layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64
+    assert json.loads(out)["model"]["parameters"] == 2 * 100 * 64 + 64 + 2 * per_layer
+    assert json.loads(out)["model"]["name"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "words"),
+    [
+        (("--micro-batch", "-1"), "workload.micro_batch", "-1"),
+        (("--micro-batch", "9" * 40), "workload.micro_batch", "must be an integer from 1 to"),
+        (("--micro-batch", "nan"), "micro_batch", "--micro-batch"),
+        (("--seq", ""), "seq", "--seq"),
+        (("--seq", "0"), "workload.sequence_length", "0"),
+        (("--zero", "4"), "parallelism.zero_stage", "4"),
+        (("--gpus", "70000"), "parallelism.world_size", "70000"),
+        (("--engine", "deepspeed"), "parallelism.engine", "peakmark, fsdp2"),
+        (("--engine", "fsdp2", "--zero", "1"), "parallelism.zero_stage", "fsdp2"),
+        (("--optimizer", "lion"), "workload.optimizer", "adamw_fused"),
+        (("--precision", "fp8"), "workload.precision", "mixed"),
+        (("--attention", "ring"), "workload.attention", "sdpa"),
+        (("--checkpointing", "some"), "workload.checkpointing", "full"),
+        (("--model", "gpt-5"), "model.preset", "not a known preset"),
+        (("--model", ""), "model.preset", "must be"),
+        (("--gpu", "voodoo2"), "hardware.preset", "not a known preset"),
+        (("--config", "nowhere.json"), "model.config", "No such file"),
+        (("--serve", "--context", "0"), "workload.context_length", "0"),
+        (("--serve", "--kv-dtype", "int2"), "workload.kv_dtype", "fp8"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_and_exit_code_2(
+    run: Run, arguments: tuple[str, ...], field: str, words: str
+) -> None:
+    code, out, err = run("plan", *arguments, "--json")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert err.startswith("peakmark: ")
+    assert "Traceback" not in out + err
+    error = json.loads(out)["error"]
+    assert set(error) == {"field", "value", "allowed", "message"}
+    assert error["field"] == field
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--bogus"), ("bogus",), ("runs", "--limit", "0")])
+def test_a_wrong_command_line_is_one_sentence(run: Run, arguments: tuple[str, ...]) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+
+def test_no_command_shows_the_help(run: Run) -> None:
+    code, out, _ = run()
+    assert code == 2
+    assert "doctor" in out
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "12", "x" * 1_100_000])
+def test_a_config_that_cannot_be_read_is_one_sentence(run: Run, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    code, out, err = run("plan", "--config", str(path))
+    assert (code, out) == (2, "")
+    assert "model.config" in err
+    assert len(err) < 300
+
+
+def test_without_a_gpu_attached_means_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from planner import attached
+
+    nothing = attached.AttachedGpus(gpus=(), reason="NVML sees no GPU.")
+    monkeypatch.setattr(attached, "attached_gpus", lambda: nothing)
+    code, _, err = run("plan", "--gpu", "attached")
+    assert code == 2
+    assert "No GPU is attached" in err
+
+
+def test_sweep_covers_the_whole_grid_and_agrees_with_plan(run: Run) -> None:
+    lists = ("--zero", "1,3", "--gpus", "1,8", "--micro-batch", "1,2", "--seq", "128,256")
+    code, out, _ = run("sweep", "--model", "gpt2", *lists, "--json")
+    assert code == 0
+    points = json.loads(out)["points"]
+    names = ("zero_stage", "world_size", "micro_batch", "sequence_length")
+    found = {tuple(p[n] for n in names): p["device_bytes"] for p in points}
+    assert len(found) == len(points) == 16
+    single = ("--zero", "3", "--gpus", "8", "--micro-batch", "2", "--seq", "256")
+    _, answer, _ = run("plan", "--model", "gpt2", *single, "--json")
+    assert found[3, 8, 2, 256] == json.loads(answer)["memory"]["device_bytes"]
+
+
+def test_sweep_in_words_has_a_row_for_each_world_size(run: Run) -> None:
+    code, out, _ = run("sweep", "--model", "gpt2", "--gpus", "1,8", "--seq", "128")
+    assert code == 0
+    assert "ZeRO-0" in out and "ZeRO-3" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--zero", "a"), "--zero is 'a'"),
+        (("--gpus", "1,,2"), "integers separated by commas"),
+        (("--gpus", "0"), "world_size"),
+        (("--micro-batch", "1,70000"), "micro_batch"),
+        (("--engine", "fsdp2", "--zero", "0,2"), "fsdp2"),
+    ],
+)
+def test_a_wrong_sweep_is_one_sentence(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    code, out, err = run("sweep", "--model", "llama-3.2-1b", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_worker_names_its_command_in_json(run: Run) -> None:
+    _, out, _ = run("worker", "--once", "--json")
+    assert json.loads(out)["command"] == [sys.executable, "-m", "runners.worker", "--once"]
+
+
+def test_doctor_reports_every_part_and_says_what_to_do(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    findings = {f["name"]: f for f in json.loads(out)["findings"]}
+    needed = {"python", "torch", "triton", "transformers", "C compiler", "database", "disk"}
+    assert needed | {"worker"} <= set(findings)
+    assert code == 0
+    assert findings["worker"]["state"] == "warn"
+    assert "peakmark worker" in findings["worker"]["advice"]
+    assert all(f["advice"] for f in findings.values() if f["state"] != "ok")
+
+
+def test_doctor_fails_on_a_database_that_is_none(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text.db"
+    path.write_text("this is not a database, whatever its name says\n" * 50)
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", str(path))
+    code, out, _ = run("doctor", "--json")
+    findings = {f["name"]: f for f in json.loads(out)["findings"]}
+    assert code == 1
+    assert findings["database"]["state"] == "fail"
+    assert "not an SQLite database" in findings["database"]["advice"]
+
+
+def test_the_command_line_never_imports_torch_or_streamlit() -> None:
+    code = (
+        "import sys, app.cli; from app.commands.options import plan_from;"
+        "from planner.predict import predict; predict(plan_from({}));"
+        "print([m for m in ('torch', 'streamlit', 'transformers', 'pandas') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
