@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from planner.errors import PlanError, describe_value
+from planner.errors import PlanError, describe_key, describe_value
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -56,7 +56,9 @@ def check_mapping(field: str, value: object, known: frozenset[str] | None = None
     if unknown:
         allowed = ", ".join(sorted(known or ()))
         sentence = f"{field} has no field {describe_value(unknown[0])}: its fields are {allowed}."
-        raise PlanError(f"{field}.{unknown[0]}", value[unknown[0]], allowed, sentence=sentence)
+        raise PlanError(
+            f"{field}.{describe_key(unknown[0])}", value[unknown[0]], allowed, sentence=sentence
+        )
     return dict(value)
 
 
@@ -64,7 +66,7 @@ def _bad_number_path(value: object, path: str) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return path
     if isinstance(value, Mapping):
-        pairs = [(f"{path}.{key}", child) for key, child in value.items()]
+        pairs = [(f"{path}.{describe_key(str(key))}", child) for key, child in value.items()]
     elif isinstance(value, list | tuple):
         pairs = [(f"{path}[{i}]", child) for i, child in enumerate(value)]
     else:

@@ -30,7 +30,7 @@ from planner.config_keys import (
     with_common_names,
     with_own_names,
 )
-from planner.errors import PlanError
+from planner.errors import PlanError, describe_key
 from planner.families import SUPPORTED_FAMILIES, count_parameters
 from planner.model import ModelSpec
 
@@ -270,8 +270,9 @@ def _check_editable(family: str, overrides: Mapping[str, Any]) -> None:
     for key, value in overrides.items():
         if key not in editable:
             allowed = ", ".join(sorted(with_own_names(family, dict.fromkeys(editable))))
-            sentence = f"model.overrides.{key[:60]} cannot be edited: {family} has {allowed}."
-            raise PlanError(f"model.overrides.{key}", value, allowed, sentence=sentence)
+            field = f"model.overrides.{describe_key(key)}"
+            sentence = f"{field} cannot be edited: {family} has {allowed}."
+            raise PlanError(field, value, allowed, sentence=sentence)
 
 
 def spec_from_config(

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from planner.errors import PlanError, describe_value
+from planner.errors import PlanError, describe_key, describe_value
 
 REQUIRED_KEYS = (
     "vocab_size",
@@ -93,7 +93,7 @@ def flag_unknown_keys(family: str, values: Mapping[str, Any]) -> list[str]:
     table = _table("config_keys")
     named = {*modelled_keys(family), *table["ignored"]["keys"], *table["refused"]["keys"]}
     unknown = sorted(set(values) - named)
-    flags = [f"{key[:60]} is not read for a {family} model." for key in unknown]
+    flags = [f"{describe_key(key)} is not read for a {family} model." for key in unknown]
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     partial = values.get("partial_rotary_factor", nested)

@@ -17,6 +17,11 @@ def describe_value(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[: _MAX_SHOWN_CHARACTERS - 3] + "..."
 
 
+def describe_key(key: str) -> str:
+    """Return the name of a field as it can stand in a sentence: ASCII, one line, not long."""
+    return ascii(key)[1:-1][:_MAX_SHOWN_CHARACTERS]
+
+
 class PlanError(ValueError):
     """A field that cannot be used: `field` (dotted), `value`, `allowed`; `str()` is one sentence.
 

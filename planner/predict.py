@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.decode import decode_throughput
 from planner.families import parameter_shapes
+from planner.memory.training import training_memory
 from planner.model import ModelSpec
 from planner.plan import Plan, TrainingWorkload
 from planner.serving import serving_memory
@@ -74,9 +75,7 @@ def _length_notes(spec: ModelSpec, length: int) -> list[str]:
 
 
 def _predict_training(plan: Plan, workload: TrainingWorkload) -> Prediction:
-    from planner.memory.training import training_memory
-
-    memory = training_memory(plan.model, workload, plan.parallelism).to_dict()
+    memory = training_memory(plan.model, workload, plan.parallelism, plan.hardware).to_dict()
     speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware)
     return Prediction(
         plan=plan,

@@ -15,7 +15,6 @@ from planner.errors import PlanError, describe_value
 from planner.families import SUPPORTED_FAMILIES
 from planner.model import ModelSpec
 
-
 _MAX_NAME_CHARACTERS = 200
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from planner.checks import check_integer
 from planner.errors import PlanError
+from planner.memory.training import training_grid
 from planner.plan import (
     MAX_COUNT,
     MAX_TOKENS_PER_SEQUENCE,
@@ -87,8 +88,6 @@ def grid(
     An axis not given has the plan's own value. Returns allocated, reserved and device bytes, the
     verdict's state, step time, tokens/s and MFU. Raises PlanError for a serving plan, a value out of range or more than a million plans.
     """
-    from planner.memory.training import training_grid
-
     workload = plan.workload
     if not isinstance(workload, TrainingWorkload):
         raise PlanError("job", str(plan.job), "train, as a grid varies a training plan")
@@ -101,7 +100,16 @@ def grid(
     lists = [(own,) if values is None else values for values, own in given]
     axes = _checked_axes(plan, workload, lists)
     engine = plan.parallelism.engine
-    memory = training_grid(plan.model, workload, engine, *axes.values())
+    memory = training_grid(
+        plan.model,
+        workload,
+        engine,
+        axes["zero_stage"],
+        axes["world_size"],
+        axes["micro_batch"],
+        axes["sequence_length"],
+        plan.hardware,
+    )
     speed = training_speed_grid(
         plan.model,
         workload,

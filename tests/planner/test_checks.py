@@ -6,6 +6,7 @@ import math
 from enum import StrEnum
 
 import pytest
+
 from planner.checks import (
     canonical_json,
     check_boolean,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from planner.config_input import parse_config_text, read_config_file, spec_from_config
 from planner.config_keys import default_values, own_names
 from planner.errors import PlanError

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from planner.config_input import spec_from_config
 from planner.families import SUPPORTED_FAMILIES, count_parameters, parameter_shapes
 from planner.model import ModelSpec
 from planner.presets import model_presets, resolve_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
 SMALL = {
     "vocab_size": 1000,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from planner.paper import paper_state_bytes, paper_table
 
 # Printed values with the decimals they are printed with, stages 1 / 2 / 3.

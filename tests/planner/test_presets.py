@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from planner.errors import PlanError
 from planner.presets import all_presets, model_presets, resolve_model, resolve_preset
 
@@ -33,7 +34,7 @@ def test_a_name_with_several_meanings_lists_them() -> None:
 
 
 def test_an_unknown_name_suggests_near_ones() -> None:
-    with pytest.raises(PlanError, match="did you mean .*Llama-3.1-8B"):
+    with pytest.raises(PlanError, match=r"did you mean .*Llama-3.1-8B"):
         resolve_model("llama-3.1-9b")
 
 
@@ -44,7 +45,7 @@ def test_what_is_no_name_is_refused(name: object) -> None:
 
 
 def test_a_family_that_is_not_modelled_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="deepseek_v3, which is not modelled: .*llama, mistral"):
+    with pytest.raises(PlanError, match=r"deepseek_v3, which is not modelled: .*llama, mistral"):
         resolve_model("deepseek-v3")
 
 

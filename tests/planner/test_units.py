@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from planner.units import format_bytes, format_count, format_gb, format_rate, format_seconds
 
 

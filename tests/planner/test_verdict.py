@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from planner.verdict import State, judge, judge_grid
 
 GIB = 1_073_741_824
