@@ -55,7 +55,7 @@ def allocator_counters(device: torch.device) -> dict[str, int]:
     }
 
 
-class _Clock:
+class Clock:
     """Timestamps on the device's stream, or on the host where there is no GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -101,7 +101,7 @@ class StepMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._clock = _Clock(device)
+        self._clock = Clock(device)
         self._steps: list[_Step] = []
         self.bytes: dict[str, PhaseBytes] = {}
         self.reserved_peak_bytes = 0
