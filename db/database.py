@@ -51,10 +51,19 @@ def display_name(url: URL) -> str:
     return str(file) if file else url.render_as_string(hide_password=True)
 
 
+def _connect_to_server(url: URL) -> Engine:
+    try:
+        return create_engine(url)
+    except (ImportError, ArgumentError) as error:
+        raise DatabaseProblem(
+            f"The database {display_name(url)} needs a driver that is not installed: {error}."
+        ) from error
+
+
 def connect(url: URL, *, foreign_keys: bool = True) -> Engine:
     """Create an engine with the settings that every connection of ours has."""
     if url.get_backend_name() != "sqlite":
-        return create_engine(url)
+        return _connect_to_server(url)
     # isolation_level=None stops the driver from opening transactions behind our back.
     engine = create_engine(url, connect_args={"isolation_level": None, "check_same_thread": False})
 

@@ -71,9 +71,11 @@ def _require_writable(file: Path) -> None:
         raise DatabaseProblem(
             f"The folder {file.parent} for the database cannot be made: {error.strerror}."
         ) from error
-    if not os.access(file.parent, os.W_OK):
-        raise DatabaseProblem(f"The folder {file.parent} of the database is read-only.")
-    if file.exists() and not os.access(file, os.W_OK):
+    if not os.access(file.parent, os.W_OK, effective_ids=True):
+        raise DatabaseProblem(
+            f"The folder {file.parent} of the database is read-only: make the folder writable."
+        )
+    if file.exists() and not os.access(file, os.W_OK, effective_ids=True):
         raise DatabaseProblem(f"The database {file} is read-only: make the file writable.")
 
 
