@@ -45,6 +45,7 @@ def build_model(plan: Plan) -> nn.Module:
     """Return the plan's model on the meta device, in training mode, checkpointing as planned."""
     workload = _training_workload(plan)
     if workload.attention is Attention.TRITON:
+        # Imported here: Triton's import takes a while and the other plans have no use for it.
         from kernels.attention.hf import register
 
         register()
