@@ -8,6 +8,9 @@ from typing import Any
 
 from planner.hardware import Gpu, gpu_presets
 
+# A preset without a printed total has the marketing size in 10^9 bytes, up to 7 % low.
+_SIZE_TOLERANCE = 0.1
+
 _THROTTLE_REASONS = {
     0x2: "application clocks",
     0x4: "software power cap",
@@ -80,7 +83,7 @@ def match_preset(name: str, total_bytes: int) -> str | None:
 
 
 def _same_size(gpu: Gpu, total_bytes: int) -> bool:
-    return abs(gpu.visible_bytes - total_bytes) < 0.05 * total_bytes
+    return abs(gpu.visible_bytes - total_bytes) < _SIZE_TOLERANCE * total_bytes
 
 
 def _ask(query: Callable[[], Any]) -> Any:
