@@ -328,34 +328,41 @@ def _max_tokens(spec: ModelSpec, dtype: KvDtype, context_length: int, pool_bytes
     return whole * context_length + min(last, context_length)
 
 
+def _activation_bytes(ledger: Iterable[LedgerEntry], phase: str) -> int:
+    return sum(
+        entry.bytes
+        for entry in ledger
+        if phase in entry.phases and entry.component in ("activations", "logits")
+    )
+
+
 def serving_memory(spec: ModelSpec, workload: ServingWorkload, visible_bytes: int) -> ServingMemory:
     """Return the memory of a serving plan on a GPU with `visible_bytes`.
 
     The cache may take what is left of utilization x visible after weights, the larger phase's
-    activations and logits, and the CUDA context.
+    activations and logits, and the CUDA context. More sequences also need more decode activations:
+    `max_sequences` is the largest number for which both phases stay within the budget.
     """
     ledger = _ledger(spec, workload)
     weights_bytes = sum(entry.bytes for entry in ledger if entry.component == "parameters")
-    activation_bytes = max(
-        sum(
-            entry.bytes
-            for entry in ledger
-            if phase in entry.phases and entry.component in ("activations", "logits")
-        )
-        for phase in ("prefill", "decode")
-    )
+    prefill_bytes = _activation_bytes(ledger, "prefill")
+    decode_bytes = _activation_bytes(ledger, "decode")
     budget_bytes = int(workload.utilization * visible_bytes)
-    # One segment is kept back, as allocated bytes are rounded up to whole segments.
-    fixed_bytes = weights_bytes + activation_bytes + CONTEXT_BYTES + _SEGMENT_BYTES
-    pool_bytes = max(budget_bytes - fixed_bytes, 0)
+    # Allocated bytes are rounded up to whole segments.
+    usable_bytes = (budget_bytes - CONTEXT_BYTES) // _SEGMENT_BYTES * _SEGMENT_BYTES
+    left_bytes = max(usable_bytes - weights_bytes, 0)
+    pool_bytes = max(left_bytes - max(prefill_bytes, decode_bytes), 0)
     sequence_bytes = kv_sequence_bytes(spec, workload.kv_dtype, workload.context_length)
-    max_sequences = pool_bytes // sequence_bytes
+    max_sequences = min(
+        max(left_bytes - prefill_bytes, 0) // sequence_bytes,
+        left_bytes // (sequence_bytes + decode_bytes // workload.sequences),
+    )
     return ServingMemory(
         ledger=ledger,
         weights_bytes=weights_bytes,
         kv_bytes_per_token=kv_bytes_per_token(spec, workload.kv_dtype),
         kv_bytes_per_sequence=sequence_bytes,
-        activation_bytes=activation_bytes,
+        activation_bytes=max(prefill_bytes, decode_bytes),
         budget_bytes=budget_bytes,
         kv_pool_bytes=pool_bytes,
         max_tokens=_max_tokens(spec, workload.kv_dtype, workload.context_length, pool_bytes),
