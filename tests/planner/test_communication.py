@@ -1,0 +1,111 @@
+"""Collective volumes of a step, worked out by hand for Llama-3.1-8B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner.communication import link_bytes_s, link_notes, step_collectives
+from planner.hardware import custom_gpu, resolve_gpu
+from planner.plan import Engine, Parallelism, Precision, TrainingWorkload
+from planner.presets import resolve_model
+
+LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
+P = 8_030_261_248
+LAYERS = P - 2 * 128256 * 4096 - 4096
+H200 = resolve_gpu("h200")
+
+
+def volumes(
+    engine: Engine, stage: int, n: int = 8, **workload: Any
+) -> dict[str, tuple[float, int]]:
+    """Return bytes and calls by collective."""
+    parallelism = Parallelism(engine=engine, zero_stage=stage, world_size=n)
+    found = step_collectives(LLAMA, TrainingWorkload(**workload), parallelism, H200, float(n))
+    return {item.collective: (float(item.bytes), item.count) for item in found}
+
+
+def test_stages_zero_to_two_send_two_parameters_worth_and_stage_three_one_more() -> None:
+    ring = 7 / 8
+    assert volumes(Engine.PEAKMARK, 0) == {"all_reduce": (2 * 2 * P * ring, 34)}
+    for stage in (1, 2):
+        assert volumes(Engine.PEAKMARK, stage) == {
+            "all_gather": (2 * P * ring, 34),
+            "reduce_scatter": (2 * P * ring, 34),
+        }
+    # Embedding and head are gathered once a micro-batch, the layers for forward and backward.
+    assert volumes(Engine.PEAKMARK, 3) == {
+        "all_gather": (2 * (P + LAYERS) * ring, 66),
+        "reduce_scatter": (2 * P * ring, 34),
+    }
+
+
+def test_accumulation_repeats_what_happens_for_every_micro_batch() -> None:
+    ring = 7 / 8
+    four = {"grad_accumulation": 4}
+    assert volumes(Engine.PEAKMARK, 0, **four) == volumes(Engine.PEAKMARK, 0)
+    assert volumes(Engine.PEAKMARK, 1, **four) == volumes(Engine.PEAKMARK, 1)
+    assert volumes(Engine.PEAKMARK, 2, **four) == {
+        "all_gather": (2 * P * ring, 34),
+        "reduce_scatter": (4 * 2 * P * ring, 4 * 34),
+    }
+    assert volumes(Engine.PEAKMARK, 3, **four) == {
+        name: (4 * size, 4 * calls) for name, (size, calls) in volumes(Engine.PEAKMARK, 3).items()
+    }
+
+
+def test_fsdp2_reduces_in_fp32_and_gathers_in_bf16_when_mixed() -> None:
+    ring = 63 / 64
+    assert volumes(Engine.FSDP2, 3, n=64) == {
+        "all_gather": (2 * (P + LAYERS) * ring, 66),
+        "reduce_scatter": (4 * P * ring, 34),
+    }
+    assert volumes(Engine.FSDP2, 2, n=64, grad_accumulation=3)["all_gather"] == (
+        3 * 2 * P * ring,
+        3 * 34,
+    )
+    bf16 = volumes(Engine.FSDP2, 3, precision=Precision.BF16)
+    assert bf16 == volumes(Engine.PEAKMARK, 3)
+
+
+def test_fp32_sends_twice_as_much() -> None:
+    double = volumes(Engine.PEAKMARK, 1, precision=Precision.AUTOCAST)
+    assert double["all_gather"][0] == 2 * volumes(Engine.PEAKMARK, 1)["all_gather"][0]
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert all(size == 0 for size, _ in volumes(Engine.PEAKMARK, 3, n=1).values())
+
+
+def test_beyond_a_node_the_slower_link_counts_and_is_said() -> None:
+    assert link_bytes_s(H200, np.array([1.0, 8.0, 9.0, 64.0])).tolist() == [
+        450e9,
+        450e9,
+        50e9,
+        50e9,
+    ]
+    assert float(link_bytes_s(resolve_gpu("gb200"), 72.0)) == 900e9
+    assert float(link_bytes_s(resolve_gpu("l4"), 16.0)) == 31.5e9
+    assert link_notes(H200, 8) == []
+    assert "50 GB/s" in link_notes(H200, 9)[0]
+
+
+def test_an_unknown_link_is_taken_as_the_slowest_and_said() -> None:
+    gpu = custom_gpu(
+        {
+            "visible_bytes": 10**10,
+            "mem_bandwidth_bytes_s": 1e12,
+            "peak_dense_flop_s": {"bf16": 1e14},
+        }
+    )
+    assert float(link_bytes_s(gpu, 4.0)) == 31.5e9
+    assert "PCIe 4" in link_notes(gpu, 4)[0]
+    assert link_notes(gpu, 1) == []
+
+
+def test_time_is_bytes_over_the_link() -> None:
+    parallelism = Parallelism(zero_stage=1, world_size=8)
+    for item in step_collectives(LLAMA, TrainingWorkload(), parallelism, H200, 8.0):
+        assert float(item.time_s) == pytest.approx(2 * P * 7 / 8 / 450e9)

@@ -1,0 +1,62 @@
+"""The roofline of a decode step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.decode import decode_throughput
+from planner.hardware import resolve_gpu
+from planner.plan import ServingWorkload, WeightsDtype
+from planner.presets import resolve_model
+from planner.serving import serving_memory
+from planner.throughput import Throughput
+
+H200 = resolve_gpu("h200")
+
+
+def decode(model: str = "llama-3.1-8b", replicas: int = 1, **workload: Any) -> Throughput:
+    """Return the speed of a decode step on an H200."""
+    spec, chosen = resolve_model(model), ServingWorkload(**workload)
+    memory = serving_memory(spec, chosen, H200.visible_bytes)
+    return decode_throughput(spec, chosen, memory, H200, replicas)
+
+
+def test_one_sequence_reads_all_weights_and_its_cache() -> None:
+    result = decode(sequences=1, context_length=1000)
+    layers = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
+    head = 4096 + 4096 * 128256 + 128256
+    moved = 2 * layers + 1000 * 131_072 + 2 * head
+    assert result.step_time_s == pytest.approx(moved / 4.8e12)
+    assert result.bound == "hbm"
+    assert result.tokens_per_s == pytest.approx(1 / result.step_time_s)
+
+
+def test_flops_are_two_per_parameter_and_four_per_cached_pair() -> None:
+    result = decode(sequences=3, context_length=500)
+    linear = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    expected = 3 * (2 * (linear + 4096 * 128256) + 4 * 32 * 4096 * 500)
+    assert result.flops_per_step == expected
+
+
+def test_many_sequences_share_the_weights_and_replicas_add_up() -> None:
+    one, many = decode(sequences=1), decode(sequences=64)
+    assert many.tokens_per_s > 10 * one.tokens_per_s
+    assert decode(sequences=64, replicas=4).tokens_per_s == 4 * many.tokens_per_s
+    assert decode(sequences=64, replicas=4).tokens_per_s_per_gpu == many.tokens_per_s_per_gpu
+
+
+def test_smaller_weights_decode_faster() -> None:
+    times = [
+        decode(sequences=1, weights_dtype=dtype).step_time_s
+        for dtype in (WeightsDtype.FP32, WeightsDtype.BF16, WeightsDtype.FP8, WeightsDtype.INT4)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_window_bounds_what_decoding_reads() -> None:
+    longer = decode("mistralai/Mistral-7B-v0.1", context_length=32768)
+    assert (
+        longer.step_time_s == decode("mistralai/Mistral-7B-v0.1", context_length=4096).step_time_s
+    )

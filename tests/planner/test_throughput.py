@@ -1,0 +1,157 @@
+"""The roofline of a step and what follows from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.errors import PlanError
+from planner.hardware import Gpu, custom_gpu, resolve_gpu
+from planner.operations import Cost
+from planner.plan import Attention, Checkpointing, Engine, Parallelism, Precision, TrainingWorkload
+from planner.presets import resolve_model
+from planner.throughput import (
+    LABEL,
+    Throughput,
+    peak_flop_s,
+    time_operations,
+    training_speed_grid,
+    training_throughput,
+)
+
+LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
+GPT2 = resolve_model("gpt2")
+H200 = resolve_gpu("h200")
+
+
+def speed(stage: int = 1, n: int = 8, gpu: Gpu = H200, **workload: Any) -> Throughput:
+    """Return the speed of a Llama-3.1-8B step."""
+    parallelism = Parallelism(zero_stage=stage, world_size=n)
+    return training_throughput(LLAMA, TrainingWorkload(**workload), parallelism, gpu)
+
+
+def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
+    costs = [Cost(name="a", flops=100.0, bytes=10.0), Cost(name="b", flops=1.0, bytes=10.0)]
+    compute, moving = time_operations(costs, 10.0, 2.0)
+    assert (compute.time_s, compute.bound) == (10.0, "compute")
+    assert (moving.time_s, moving.bound) == (5.0, "hbm")
+
+
+def test_the_step_is_the_sum_of_its_parts() -> None:
+    result = speed(stage=3)
+    parts = sum(op.time_s for op in result.operations)
+    parts += sum(item.time_s for item in result.communication)
+    assert result.step_time_s == pytest.approx(parts)
+    assert result.flops_per_step == pytest.approx(sum(op.flops for op in result.operations))
+    assert result.tokens_per_s == pytest.approx(8 * 4096 / result.step_time_s)
+    assert result.tokens_per_s_per_gpu * 8 == pytest.approx(result.tokens_per_s)
+
+
+def test_mfu_is_useful_flops_over_peak() -> None:
+    result = speed()
+    tokens = 4096
+    in_products = LLAMA.parameters - 128256 * 4096 - 65 * 4096
+    useful = 6 * in_products * tokens + 6 * 4096 * 32 * tokens * (tokens + 1)
+    assert result.mfu == pytest.approx(useful / (result.step_time_s * 989e12))
+    # Recomputing costs time and earns nothing.
+    assert speed(checkpointing=Checkpointing.FULL).mfu < result.mfu < 1
+
+
+def test_what_bounds_the_step_moves_with_the_world() -> None:
+    assert speed(n=8).bound == "compute"
+    assert speed(stage=3, n=64).bound == "interconnect"
+    assert "50 GB/s" in " ".join(speed(stage=3, n=64).notes)
+    eager = replace(TrainingWorkload(), attention=Attention.EAGER, sequence_length=16384)
+    parallelism = Parallelism(zero_stage=0, world_size=1)
+    assert training_throughput(LLAMA, eager, parallelism, H200).bound == "hbm"
+
+
+def test_fp32_computes_at_the_plain_rate() -> None:
+    def mlp_s(precision: Precision) -> float:
+        operations = speed(precision=precision).operations
+        return next(op.time_s for op in operations if op.name == "forward.mlp")
+
+    assert mlp_s(Precision.FP32) / mlp_s(Precision.MIXED) == pytest.approx(989 / 67)
+
+
+def test_a_card_without_bf16_uses_its_fp32_rate_and_says_so() -> None:
+    rate, note = peak_flop_s(resolve_gpu("t4"), "bf16")
+    assert rate == 8.1e12
+    assert note == "T4 16GB has no bf16 rate: its fp32 rate is used."
+    assert note in speed(gpu=resolve_gpu("t4")).notes
+
+
+def test_a_custom_card_without_any_usable_rate_is_refused() -> None:
+    gpu = custom_gpu(
+        {
+            "visible_bytes": 10**10,
+            "mem_bandwidth_bytes_s": 1e12,
+            "peak_dense_flop_s": {"fp8": 1e15},
+        }
+    )
+    with pytest.raises(PlanError, match=r"peak_dense_flop_s\.bf16 is missing"):
+        peak_flop_s(gpu, "bf16")
+
+
+def test_the_json_form_is_plain_and_labelled() -> None:
+    data = speed(stage=3, n=64, checkpointing=Checkpointing.FULL).to_dict()
+    assert data["label"] == LABEL == "formula, not calibrated"
+    assert json.loads(json.dumps(data, allow_nan=False)) == json.loads(json.dumps(data))
+    assert all(type(op["time_s"]) is float for op in data["operations"])
+    assert {move["collective"] for move in data["communication"]} == {
+        "all_gather",
+        "reduce_scatter",
+    }
+
+
+def test_a_grid_gives_what_single_plans_give() -> None:
+    axes: dict[str, tuple[int, ...]] = {
+        "zero_stages": (0, 1, 2, 3),
+        "world_sizes": (1, 8, 64),
+        "micro_batches": (1, 3),
+        "sequence_lengths": (256, 1024),
+    }
+    workload = TrainingWorkload(grad_accumulation=2, checkpointing=Checkpointing.FULL)
+    grid = training_speed_grid(GPT2, workload, Engine.PEAKMARK, H200, **axes)
+    for place in itertools.product(*(range(len(values)) for values in axes.values())):
+        stage, n, b, s = (values[i] for values, i in zip(axes.values(), place, strict=True))
+        single = training_throughput(
+            GPT2,
+            replace(workload, micro_batch=b, sequence_length=s),
+            Parallelism(zero_stage=stage, world_size=n),
+            H200,
+        )
+        assert grid["step_time_s"][place] == pytest.approx(single.step_time_s, rel=1e-12)
+        assert grid["tokens_per_s"][place] == pytest.approx(single.tokens_per_s, rel=1e-12)
+        assert grid["mfu"][place] == pytest.approx(single.mfu, rel=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 4096),
+    st.integers(1, 2**20),
+    st.sampled_from([Attention.EAGER, Attention.SDPA]),
+    st.sampled_from(list(Precision)),
+)
+def test_more_rows_and_longer_rows_never_take_less_time(
+    b: int, s: int, attention: Attention, precision: Precision
+) -> None:
+    workload = TrainingWorkload(
+        micro_batch=b, sequence_length=s, attention=attention, precision=precision
+    )
+    for spec in (LLAMA, resolve_model("mixtral-8x7b")):
+        times = [
+            training_throughput(spec, w, Parallelism(), H200).step_time_s
+            for w in (
+                workload,
+                replace(workload, micro_batch=b + 1),
+                replace(workload, sequence_length=s + 1),
+            )
+        ]
+        assert times[0] <= min(times[1:])
