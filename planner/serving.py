@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from planner.families import parameter_shapes
 from planner.model import ModelSpec, ParameterShape
-from planner.plan import KvDtype, ServingWorkload, WeightsDtype
+from planner.plan import KvDtype, ServingWorkload, WeightsDtype, flat_dict
 from planner.units import MIB_BYTES
 
 KV_ELEMENT_BYTES = {
@@ -119,7 +119,7 @@ class ServingMemory:
                     "formula": "CUDA context and kernels, measured on an H200",
                 },
             ],
-            "ledger": [asdict(entry) for entry in self.ledger],
+            "ledger": [flat_dict(entry) for entry in self.ledger],
         }
 
 

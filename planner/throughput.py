@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from planner.operations import (
     optimizer_cost,
     training_costs,
 )
-from planner.plan import Engine, Parallelism, Precision, TrainingWorkload
+from planner.plan import Engine, Parallelism, Precision, TrainingWorkload, flat_dict
 
 LABEL = "formula, not calibrated"
 
@@ -53,8 +53,10 @@ class Throughput:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form with its label; notes belong to the prediction."""
-        data = asdict(self)
+        data = flat_dict(self)
         del data["notes"]
+        data["operations"] = [flat_dict(operation) for operation in self.operations]
+        data["communication"] = [flat_dict(item) for item in self.communication]
         return {"label": LABEL, **data}
 
 

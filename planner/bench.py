@@ -1,0 +1,53 @@
+"""Measure how fast the planner answers: one plan, and a grid of 100,000 plans.
+
+Run as `python -m planner.bench`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from planner.plan import default_plan, parse_plan
+from planner.predict import predict
+from planner.search import grid
+
+REPEATS = 200
+GRID_REPEATS = 3
+
+
+def median_s(action: Callable[[], Any], repeats: int) -> float:
+    """Return the median wall time of `action` after one warm call."""
+    action()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Print the median time of a plan, from its JSON to its prediction's JSON, and of the grid."""
+    plan = default_plan()
+    document = plan.to_dict()
+    plan_s = median_s(lambda: predict(parse_plan(document)).to_dict(), REPEATS)
+
+    def run_grid() -> int:
+        return grid(
+            plan,
+            zero_stages=(0, 1, 2, 3),
+            world_sizes=tuple(range(1, 26)),
+            micro_batches=tuple(range(1, 21)),
+            sequence_lengths=tuple(range(256, 256 * 51, 256)),
+        ).size
+
+    grid_s = median_s(run_grid, GRID_REPEATS)
+    print(f"one plan: {plan_s * 1e3:.2f} ms (median of {REPEATS})")
+    print(f"{run_grid():,} plans: {grid_s:.3f} s (median of {GRID_REPEATS})")
+
+
+if __name__ == "__main__":
+    main()
