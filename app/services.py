@@ -11,8 +11,6 @@ from typing import Any
 
 import psutil
 import streamlit as st
-from planner.predict import predict
-from planner.search import grid
 
 from db import repository
 from db.database import Database, resolve_url
@@ -20,7 +18,7 @@ from db.engine import open_database
 from db.measurements import measurements
 from db.problems import DatabaseProblem
 from db.types import FINAL_STATES, RunState
-from planner.accuracy import accuracy_report
+from planner.accuracy import accuracy_report, compare
 from planner.attached import AttachedGpu, attached_gpus
 from planner.config_input import parse_config_text, spec_from_config
 from planner.errors import PlanError
@@ -28,8 +26,10 @@ from planner.hardware import gpu_presets
 from planner.hub import fetch_hub_config
 from planner.paper import paper_table
 from planner.plan import Plan, parse_plan, plan_hash
+from planner.predict import predict
 from planner.presets import model_presets
 from planner.records import RecordError, parse_row
+from planner.search import grid
 
 # What a page shows as one sentence instead of failing.
 PROBLEMS = (PlanError, DatabaseProblem)
@@ -38,6 +38,8 @@ CURVE_LENGTHS = tuple(2**power for power in range(9, 18))
 KERNELS = ("eager", "sdpa", "triton")
 GRID_WORLDS = tuple(2**power for power in range(11))
 LOG_TAIL_BYTES = 20_000
+OWN_LOGS = ("stdout.log", "stderr.log", "supervisor.log")
+RANK_LOGS = "ranks/**/std*.log"
 # Of the host's free memory, the share that a run on the CPU may take.
 HOST_SHARE = 0.8
 SMALL_PROOF_CONFIG: Mapping[str, int] = {
@@ -161,11 +163,11 @@ def _stage_grid(digest: str, _plan_text: str) -> list[dict[str, Any]]:
     plan = parse_plan(json.loads(_plan_text))
     stages = (2, 3) if plan.parallelism.engine == "fsdp2" else (0, 1, 2, 3)
     worlds = sorted({*GRID_WORLDS, plan.parallelism.world_size})
-    return list(grid(plan, zero_stages=stages, world_sizes=worlds))
+    return list(grid(plan, zero_stages=stages, world_sizes=worlds).records())
 
 
 def attention_curves(plan: Plan) -> dict[str, list[dict[str, int]]]:
-    """Return, per kernel that can run this model, bytes kept by attention per sequence length."""
+    """Return device memory by sequence length for each attention kernel that can run this model."""
     return _attention_curves(plan_hash(plan), _canonical(plan))
 
 
@@ -187,11 +189,11 @@ def _curve_point(document: Mapping[str, Any], kernel: str, length: int) -> dict[
         memory = predict(parse_plan({**document, "workload": workload})).to_dict()["memory"]
     except PlanError:
         return None
-    kept = max(phase["parts"].get("attention", 0) for phase in memory["phases"])
+    scores = max(phase["parts"].get("attention", 0) for phase in memory["phases"])
     return {
         "sequence_length": length,
-        "attention_bytes": kept,
-        "allocated_bytes": memory["allocated_bytes"],
+        "device_bytes": memory["device_bytes"],
+        "scores_bytes": scores,
     }
 
 
@@ -278,15 +280,32 @@ def run_lines(states: Sequence[str] = (), limit: int = 200) -> list[dict[str, An
     return [run.to_dict() for run in repository.list_runs(database(), states=wanted, limit=limit)]
 
 
-@st.cache_data(max_entries=2000, show_spinner=False)
-def _plan_words(url: str, run_id: str) -> str:
+def run_words(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan of a listed run in a few words and, once it has ended, its figures.
+
+    `predicted_bytes` and `measured_bytes` are of the counter `counter` that its world measures.
+    """
+    return _run_words(str(resolve_url(None)), run["id"], str(run["state"]))
+
+
+@st.cache_data(max_entries=4000, show_spinner=False)
+def _run_words(url: str, run_id: str, state: str) -> dict[str, Any]:
     detail = repository.get_run(database(), run_id)
-    return "" if detail is None or detail.plan is None else plan_line(detail.plan)
-
-
-def plan_words(run_id: str) -> str:
-    """Return the plan of a run in a few words; a run's plan never changes, so it is kept."""
-    return _plan_words(str(resolve_url(None)), run_id)
+    words = {"plan": "", "counter": None, "predicted_bytes": None, "measured_bytes": None}
+    if detail is None or detail.plan is None:
+        return words
+    words["plan"] = plan_line(detail.plan)
+    if detail.prediction is None:
+        return words
+    memory = detail.prediction["memory"]
+    words |= {"counter": "allocated", "predicted_bytes": memory["allocated_bytes"]}
+    if detail.measured is None:
+        return words
+    found = compare(detail.prediction, detail.measured, detail.spec["world"])
+    if detail.spec["world"] == "cpu":
+        words |= {"counter": "state", "predicted_bytes": int(sum(c.predicted for c in found))}
+        return words | {"measured_bytes": int(sum(c.measured for c in found))}
+    return words | {"measured_bytes": detail.measured.get("allocated_bytes")}
 
 
 def plan_line(plan: Mapping[str, Any]) -> str:
@@ -318,13 +337,14 @@ def log_tail(run_directory: str | None) -> str:
     """Return the end of a run's output; empty when its files are not on this host."""
     if run_directory is None:
         return ""
+    directory = Path(run_directory)
     parts = []
-    for name in ("stdout.log", "stderr.log"):
-        with suppress(OSError), (Path(run_directory) / name).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - LOG_TAIL_BYTES))
-            parts.append(file.read().decode(errors="replace").strip())
-    return "\n".join(part for part in parts if part)
+    for path in (*(directory / name for name in OWN_LOGS), *sorted(directory.rglob(RANK_LOGS))):
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
+            text = file.read().decode(errors="replace").strip()
+            parts += [f"{path.relative_to(directory)}\n{text}"] if text else []
+    return "\n\n".join(parts)
 
 
 def cancel_run(run_id: str) -> bool:

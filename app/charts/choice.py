@@ -9,27 +9,28 @@ import plotly.graph_objects as go
 
 from app.charts.style import (
     COMPONENT_COLOURS,
+    OTHER_COLOUR,
     VERDICT_COLOURS,
-    add_capacity_line,
     axis_unit,
     base_figure,
     size_text,
-    translucent,
 )
 
 HEAT_MAP_HEIGHT_PX = 270
 CURVE_HEIGHT_PX = 340
 VERDICT_LEVELS: Mapping[str, int] = {"fits": 0, "tight": 1, "does_not_fit": 2}
-VERDICT_MARKS: Mapping[str, str] = {"fits": "", "tight": " ~", "does_not_fit": " ✗"}
+VERDICT_MARKS: Mapping[str, str] = {"fits": "", "tight": "<br>~", "does_not_fit": "<br>✗"}
+FRAME_COLOUR = "#58B0FF"
 VERDICT_WORDS: Mapping[str, str] = {
     "fits": "fits",
     "tight": "tight",
     "does_not_fit": "does not fit",
 }
-ATTENTION_STYLES: Mapping[str, tuple[str, str]] = {
-    "eager": (COMPONENT_COLOURS["attention"], "eager (stores the scores)"),
-    "sdpa": (COMPONENT_COLOURS["gathered"], "sdpa (PyTorch's flash)"),
-    "triton": (COMPONENT_COLOURS["optimizer"], "triton (our flash)"),
+# Colour, dash and marker of each kernel: sdpa and triton often lie on one another.
+ATTENTION_STYLES: Mapping[str, tuple[str, str, str]] = {
+    "eager": (COMPONENT_COLOURS["attention"], "dash", "circle-open"),
+    "sdpa": (COMPONENT_COLOURS["gathered"], "dash", "square-open"),
+    "triton": (COMPONENT_COLOURS["optimizer"], "dot", "x-thin-open"),
 }
 
 
@@ -38,7 +39,7 @@ def heat_map_figure(
 ) -> go.Figure:
     """Return device memory of every ZeRO stage (rows) at every world size (columns).
 
-    `cells` hold `zero_stage`, `world_size`, `device_bytes` and `state` of the verdict;
+    `cells` hold `zero_stage`, `world_size`, `device_bytes` and `verdict`;
     `current` is the plan's own (stage, world size), drawn with a frame.
     """
     stages = sorted({cell["zero_stage"] for cell in cells})
@@ -48,12 +49,13 @@ def heat_map_figure(
     divisor, unit_name = axis_unit(max(cell["device_bytes"] for cell in cells), unit)
     figure = base_figure(HEAT_MAP_HEIGHT_PX)
     figure.add_heatmap(
-        z=[[VERDICT_LEVELS[cell["state"]] for cell in row] for row in rows],
+        z=[[VERDICT_LEVELS[cell["verdict"]] for cell in row] for row in rows],
         x=[str(world) for world in worlds],
         y=[f"ZeRO {stage}" for stage in stages],
         text=[[_cell_text(cell, divisor) for cell in row] for row in rows],
         customdata=[[_cell_hover(cell, unit) for cell in row] for row in rows],
         texttemplate="%{text}",
+        textfont={"color": "#FFFFFF", "size": 11},
         hovertemplate="ZeRO %{y} on %{x} GPUs: %{customdata}<extra></extra>",
         colorscale=_verdict_scale(),
         zmin=0,
@@ -71,17 +73,17 @@ def heat_map_figure(
 
 def _cell_text(cell: Mapping[str, Any], divisor: int) -> str:
     value = cell["device_bytes"] / divisor
-    digits = f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-    return digits + VERDICT_MARKS[cell["state"]]
+    digits = f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+    return digits + VERDICT_MARKS[cell["verdict"]]
 
 
 def _cell_hover(cell: Mapping[str, Any], unit: str) -> str:
-    return f"{size_text(cell['device_bytes'], unit)}, {VERDICT_WORDS[cell['state']]}"
+    return f"{size_text(cell['device_bytes'], unit)}, {VERDICT_WORDS[cell['verdict']]}"
 
 
 def _verdict_scale() -> list[list[Any]]:
     """Three flat steps of colour for fits, tight and does not fit."""
-    colours = [translucent(VERDICT_COLOURS[state], 0.45) for state in VERDICT_LEVELS]
+    colours = [VERDICT_COLOURS[state] for state in VERDICT_LEVELS]
     edges = [(0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1)]
     return [[edge, colour] for colour, pair in zip(colours, edges, strict=True) for edge in pair]
 
@@ -99,7 +101,7 @@ def _frame_current(
         x1=column + 0.5,
         y0=row - 0.5,
         y1=row + 0.5,
-        line={"width": 3, "color": COMPONENT_COLOURS["parameters"]},
+        line={"width": 4, "color": FRAME_COLOUR},
     )
 
 
@@ -109,42 +111,57 @@ def attention_figure(
     sequence_length: int,
     unit: str,
 ) -> go.Figure:
-    """Return the bytes that attention keeps against sequence length, a line per kernel.
+    """Return device memory at the peak against sequence length, a line per attention kernel.
 
-    A point of a curve holds `sequence_length`, `attention_bytes` and `allocated_bytes`.
+    A point of a curve holds `sequence_length`, `device_bytes` and `scores_bytes`, the part that
+    stored score matrices take.
     """
     divisor, unit_name = axis_unit(capacity_bytes, unit)
     figure = base_figure(CURVE_HEIGHT_PX)
     for kernel, points in curves.items():
-        colour, label = ATTENTION_STYLES[kernel]
-        figure.add_scatter(**_curve(points, divisor, unit), name=label, **_hollow_line(colour))
-    add_capacity_line(figure, capacity_bytes / divisor, "capacity of one GPU", "y")
-    figure.add_vline(x=sequence_length, line_dash="dot", line_width=1, opacity=0.7)
+        figure.add_scatter(**_curve(points, divisor, unit), name=kernel, **_hollow_line(kernel))
+    figure.add_scatter(**_capacity_trace(curves, capacity_bytes / divisor))
+    figure.add_vline(x=sequence_length, line_dash="dot", line_width=1, line_color=OTHER_COLOUR)
     figure.update_xaxes(title="sequence length (tokens)", type="log", **_power_ticks(curves))
-    figure.update_yaxes(title=f"{unit_name} kept by attention", type="log", exponentformat="none")
+    figure.update_yaxes(title=f"{unit_name} per GPU", type="log", dtick=1, tickformat=",")
     return figure
 
 
 def _curve(points: Sequence[Mapping[str, int]], divisor: int, unit: str) -> dict[str, Any]:
     hovers = [
-        f"attention {size_text(point['attention_bytes'], unit)}"
-        f"<br>whole peak {size_text(point['allocated_bytes'], unit)} allocated"
+        f"{size_text(point['device_bytes'], unit)} per GPU"
+        f"<br>stored scores {size_text(point['scores_bytes'], unit)}"
         for point in points
     ]
     return {
         "x": [point["sequence_length"] for point in points],
-        "y": [point["attention_bytes"] / divisor for point in points],
+        "y": [point["device_bytes"] / divisor for point in points],
         "customdata": hovers,
         "hovertemplate": "%{x:,} tokens<br>%{customdata}<extra>%{fullData.name}</extra>",
     }
 
 
-def _hollow_line(colour: str) -> dict[str, Any]:
-    marker = {"symbol": "circle-open", "size": 7, "color": colour, "line": {"width": 1.5}}
+def _capacity_trace(
+    curves: Mapping[str, Sequence[Mapping[str, int]]], capacity: float
+) -> dict[str, Any]:
+    """The capacity as a trace: an annotation on a logarithmic axis would stand at 10^y."""
+    lengths = [point["sequence_length"] for points in curves.values() for point in points]
+    return {
+        "name": "memory of one GPU",
+        "x": [min(lengths), max(lengths)],
+        "y": [capacity, capacity],
+        "mode": "lines",
+        "line": {"color": VERDICT_COLOURS["does_not_fit"], "dash": "dot", "width": 2},
+        "hoverinfo": "skip",
+    }
+
+
+def _hollow_line(kernel: str) -> dict[str, Any]:
+    colour, dash, symbol = ATTENTION_STYLES[kernel]
     return {
         "mode": "lines+markers",
-        "line": {"color": colour, "dash": "dash", "width": 2},
-        "marker": marker,
+        "line": {"color": colour, "dash": dash, "width": 2},
+        "marker": {"symbol": symbol, "size": 8, "color": colour, "line": {"width": 1.5}},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from app.charts.style import (
 )
 
 BREAKDOWN_HEIGHT_PX = 210
-PHASES_HEIGHT_PX = 340
+PHASES_HEIGHT_PX = 360
+TICK_COLUMNS = 12
 
 
 def breakdown_figure(
@@ -40,7 +42,6 @@ def breakdown_figure(
     reach = 1.04 * max(total_bytes, capacity_bytes) / divisor
     figure.update_xaxes(title=f"{unit_name} on the worst GPU", range=[0, reach])
     figure.update_yaxes(showticklabels=False)
-    figure.update_layout(legend={"y": -0.55})
     return figure
 
 
@@ -61,7 +62,7 @@ def phases_figure(memory: Mapping[str, Any], unit: str) -> go.Figure:
     phases = memory["phases"]
     largest_bytes = max((phase["allocated_bytes"] for phase in phases), default=0)
     divisor, unit_name = axis_unit(largest_bytes, unit)
-    labels = [phase["label"] for phase in phases]
+    labels = [_tick(phase) for phase in phases]
     figure = base_figure(PHASES_HEIGHT_PX, barmode="stack")
     for component in _component_names(phases):
         values = [phase["parts"].get(component, 0) for phase in phases]
@@ -75,8 +76,12 @@ def phases_figure(memory: Mapping[str, Any], unit: str) -> go.Figure:
         )
     _mark_peak(figure, memory, divisor)
     figure.update_yaxes(title=f"{unit_name} allocated", rangemode="tozero")
-    figure.update_layout(legend={"y": -0.3})
     return figure
+
+
+def _tick(phase: Mapping[str, Any]) -> str:
+    """The phase's label in short lines, so that ticks stand upright on a phone too."""
+    return "<br>".join(textwrap.wrap(phase["label"], TICK_COLUMNS))
 
 
 def _component_names(phases: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -91,7 +96,7 @@ def _mark_peak(figure: go.Figure, memory: Mapping[str, Any], divisor: int) -> No
     for phase in memory["phases"]:
         if phase["name"] == memory["peak_phase"]:
             figure.add_annotation(
-                x=phase["label"],
+                x=_tick(phase),
                 y=phase["allocated_bytes"] / divisor,
                 text="peak",
                 showarrow=False,

@@ -21,6 +21,8 @@ from app.charts.style import (
 
 ROW_HEIGHT_PX = 46
 MARGIN_HEIGHT_PX = 120
+TEXT_ROOM = 1.3
+SMALLEST_REACH_PERCENT = 1.0
 
 
 def comparison_figure(rows: Sequence[Mapping[str, Any]], unit: str) -> go.Figure:
@@ -31,12 +33,12 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], unit: str) -> go.Figure
     sizes = [row[side] or 0 for row in rows for side in ("predicted_bytes", "measured_bytes")]
     divisor, unit_name = axis_unit(max(sizes, default=0), unit)
     figure = base_figure(MARGIN_HEIGHT_PX + ROW_HEIGHT_PX * len(rows), barmode="group")
-    # Bars are drawn from the bottom up: the measured bar goes first to stand below.
-    _add_side(figure, rows, "measured", measured_marker(MEASURED_COLOUR), divisor, unit)
     _add_side(figure, rows, "predicted", predicted_marker(PREDICTED_COLOUR), divisor, unit)
-    figure.update_xaxes(title=unit_name, rangemode="tozero")
+    _add_side(figure, rows, "measured", measured_marker(MEASURED_COLOUR), divisor, unit)
+    # The texts stand outside the bars, where both colour schemes can be read.
+    reach = TEXT_ROOM * max(sizes, default=1) / divisor
+    figure.update_xaxes(title=unit_name, range=[0, reach])
     figure.update_yaxes(autorange="reversed")
-    figure.update_layout(legend={"traceorder": "reversed", "y": 1.0, "yanchor": "bottom"})
     return figure
 
 
@@ -58,7 +60,8 @@ def _add_side(
         x=[row[f"{side}_bytes"] / divisor for row in shown],
         orientation="h",
         text=texts,
-        textposition="auto",
+        textposition="outside",
+        cliponaxis=False,
         marker=marker,
         hovertemplate=f"%{{y}}<br>{side}: %{{text}}<extra></extra>",
     )
@@ -77,13 +80,14 @@ def residual_figure(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
         x=errors,
         orientation="h",
         text=[f"{error:+.2f} %" for error in errors],
-        textposition="auto",
+        textposition="outside",
+        cliponaxis=False,
         marker={"color": OTHER_COLOUR},
         hovertemplate="%{y}: %{text}<extra></extra>",
         showlegend=False,
     )
-    figure.add_vline(x=0, line_width=1)
-    reach = max((abs(error) for error in errors), default=0) * 1.25 or 1
+    figure.add_vline(x=0, line_width=1, line_color=OTHER_COLOUR)
+    reach = max([SMALLEST_REACH_PERCENT, *(TEXT_ROOM * abs(error) for error in errors)])
     figure.update_xaxes(title="(predicted − measured) / measured, %", range=[-reach, reach])
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -113,7 +117,7 @@ def residual_strip_figure(points: Sequence[Mapping[str, Any]]) -> go.Figure:
                 marker={"color": colour, "size": 9, "opacity": 0.7},
                 hovertemplate="%{customdata}<br>%{x:+.2f} %<extra>%{y}</extra>",
             )
-    figure.add_vline(x=0, line_width=1)
+    figure.add_vline(x=0, line_width=1, line_color=OTHER_COLOUR)
     figure.update_xaxes(title="(predicted − measured) / measured, %")
     figure.update_yaxes(autorange="reversed", type="category")
     return figure
@@ -126,7 +130,7 @@ def timing_figure(operations: Sequence[Mapping[str, Any]]) -> go.Figure:
         "hbm": VERDICT_COLOURS["tight"],
         "interconnect": MEASURED_COLOUR,
     }
-    figure = base_figure(MARGIN_HEIGHT_PX + 24 * len(operations), barmode="stack")
+    figure = base_figure(MARGIN_HEIGHT_PX + 18 * len(operations), barmode="stack")
     for bound in dict.fromkeys(operation["bound"] for operation in operations):
         shown = [operation for operation in operations if operation["bound"] == bound]
         figure.add_bar(
@@ -137,6 +141,7 @@ def timing_figure(operations: Sequence[Mapping[str, Any]]) -> go.Figure:
             marker=predicted_marker(colours.get(bound, OTHER_COLOUR)),
             hovertemplate="%{y}: %{x:.3g} ms<extra></extra>",
         )
+    names = [operation["name"] for operation in operations]
     figure.update_xaxes(title="ms per step", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed")
+    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=names)
     return figure

@@ -13,12 +13,11 @@ from planner.units import GB_BYTES, GIB_BYTES, MIB_BYTES, format_bytes, format_g
 # Mid-tones, so that one set is readable on the light and on the dark page.
 COMPONENT_COLOURS: Mapping[str, str] = {
     "parameters": "#3B7BDB",
-    "weights": "#3B7BDB",
     "gradients": "#D58512",
     "optimizer": "#8663DA",
     "gathered": "#159FB2",
     "activations": "#34A05C",
-    "kv_pool": "#34A05C",
+    "kv_cache": "#159FB2",
     "attention": "#D64C80",
     "logits": "#E0573F",
     "temporary": "#A58A2C",
@@ -81,8 +80,15 @@ def base_figure(height_px: int, **layout: Any) -> go.Figure:
     figure = go.Figure()
     figure.update_layout(
         height=height_px,
-        margin={"l": 8, "r": 12, "t": 28, "b": 8},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.18, "x": 0, "title": None},
+        margin={"l": 8, "r": 12, "t": 16, "b": 8},
+        legend={
+            "orientation": "h",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "traceorder": "normal",
+        },
         hoverlabel={"align": "left"},
         dragmode=False,
         **layout,

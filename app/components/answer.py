@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from app import services
@@ -12,12 +13,13 @@ from app.charts.choice import attention_figure, heat_map_figure
 from app.charts.memory import breakdown_figure, phases_figure
 from app.charts.proof import timing_figure
 from app.charts.style import size_text
-from app.components.figure import show_figure
+from app.components.figure import metric_row, show_figure
 from app.components.verdict import show_speed
 from planner.plan import Plan
 from planner.units import format_bytes, format_count
 
 LEDGER_SHOWN = 40
+LEDGER_HEIGHT_PX = 420
 
 
 def show_training_answer(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
@@ -38,7 +40,7 @@ def show_serving_answer(prediction: Mapping[str, Any], unit: str) -> None:
     _breakdown(prediction, unit)
     serving = prediction["serving"]
     st.markdown("#### Key-value cache")
-    with st.grid(4):
+    with metric_row():
         st.metric("Per token", format_bytes(serving["kv_bytes_per_token"]))
         st.metric("Weights", size_text(serving["weights_bytes"], unit))
         st.metric("Room for the cache", size_text(serving["kv_pool_bytes"], unit))
@@ -94,9 +96,9 @@ def _attention(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
     show_figure(
         attention_figure(curves, capacity_bytes, plan.workload.sequence_length, unit),
         key="attention_curves",
-        title="Attention memory × sequence length",
-        caption="Predicted allocated bytes that attention keeps at its high point, per kernel. "
-        "Eager grows with the square of the length, flash kernels in proportion.",
+        title="Attention kernel × sequence length",
+        caption="Predicted device bytes per GPU at the peak, all else as planned. Eager stores the "
+        "score matrices, which grow with the square of the length; sdpa and triton store none.",
         rows=[{"kernel": kernel, **point} for kernel in curves for point in curves[kernel]],
     )
 
@@ -109,6 +111,7 @@ def _timing(throughput: Mapping[str, Any]) -> None:
             for move in throughput["communication"]
         ),
     ]
+    operations.sort(key=lambda operation: -operation["time_s"])
     show_figure(
         timing_figure(operations),
         key="timing",
@@ -128,7 +131,18 @@ def show_ledger(prediction: Mapping[str, Any], unit: str) -> None:
         f"The {min(LEDGER_SHOWN, len(rows))} largest of {len(rows)} kinds of tensors: "
         "bytes of all of a kind together; the CSV holds every one."
     )
-    st.dataframe(rows[:LEDGER_SHOWN], hide_index=True, height=320, alt="Largest tensors")
+    shown = rows[:LEDGER_SHOWN]
+    height_px = min(LEDGER_HEIGHT_PX, 40 + 35 * len(shown))
+    st.dataframe(shown, hide_index=True, height=height_px, alt="Largest tensors")
+    st.download_button(
+        "Ledger as CSV",
+        data=pd.DataFrame(ledger).to_csv(index=False),
+        file_name="peakmark-ledger.csv",
+        mime="text/csv",
+        icon=":material/download:",
+        on_click="ignore",
+        key="ledger_csv",
+    )
 
 
 def _ledger_row(entry: Mapping[str, Any], unit: str) -> dict[str, Any]:

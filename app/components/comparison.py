@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.accuracy import compare
@@ -25,30 +25,38 @@ def comparison_rows(
     ]
 
 
+# What the job measures as one phase, by the planner's finer phases that lie in it.
+MEASURED_PHASES: Mapping[str, tuple[str, ...]] = {
+    "forward": ("forward", "loss_forward"),
+    "backward": ("loss_backward", "backward"),
+    "optimizer": ("optimizer",),
+}
+
+
 def phase_rows(
     prediction: Mapping[str, Any] | None, measured: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the allocated peak of every phase that both sides name."""
-    seen = measured.get("phases") or {}
-    if prediction is None or not seen:
+    """Return the allocated peak of every phase that both sides know; empty on the CPU."""
+    if prediction is None:
         return []
-    peaks = {name: _peak_bytes(value) for name, value in _named(seen)}
-    return [
-        {
-            "label": phase["label"],
-            "predicted_bytes": phase["allocated_bytes"],
-            "measured_bytes": peaks[phase["name"]],
-        }
-        for phase in prediction["memory"]["phases"]
-        if peaks.get(phase["name"])
+    rows = []
+    for name, beginnings in MEASURED_PHASES.items():
+        seen = (measured.get("phases") or {}).get(name)
+        predicted_bytes = _largest_bytes(prediction["memory"]["phases"], beginnings)
+        if seen and predicted_bytes is not None:
+            rows.append(
+                {
+                    "label": name,
+                    "predicted_bytes": predicted_bytes,
+                    "measured_bytes": seen["peak_allocated_bytes"],
+                }
+            )
+    return rows
+
+
+def _largest_bytes(phases: Sequence[Mapping[str, Any]], beginnings: tuple[str, ...]) -> int | None:
+    """Largest allocated bytes of the phases whose name begins with one of `beginnings`."""
+    sizes = [
+        phase["allocated_bytes"] for phase in phases if str(phase["name"]).startswith(beginnings)
     ]
-
-
-def _named(phases: Any) -> list[tuple[str, Any]]:
-    if isinstance(phases, Mapping):
-        return list(phases.items())
-    return [(phase["name"], phase) for phase in phases]
-
-
-def _peak_bytes(value: Any) -> int | None:
-    return value.get("allocated_bytes") if isinstance(value, Mapping) else value
+    return max(sizes, default=None)

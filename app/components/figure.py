@@ -8,8 +8,15 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
+METRIC_WIDTH_PX = 110
 CHART_CONFIG: Mapping[str, Any] = {"displayModeBar": False, "scrollZoom": False}
+
+
+def metric_row() -> DeltaGenerator:
+    """Return a row of up to four figures that wraps into two columns on a phone."""
+    return st.grid(4, min_column_width=METRIC_WIDTH_PX)
 
 
 def show_figure(

@@ -9,6 +9,7 @@ import streamlit as st
 
 from app import services
 from app.charts.style import size_text
+from app.components.figure import metric_row
 from app.components.header import unit
 from planner.units import format_rate
 
@@ -25,6 +26,11 @@ def show_hardware_page() -> None:
         [_preset_row(row, unit()) for row in services.gpu_rows()],
         hide_index=True,
         height=560,
+        column_config={
+            "id": st.column_config.TextColumn(width="medium", pinned=True),
+            "notes": st.column_config.TextColumn(width="large"),
+            "source": st.column_config.TextColumn(width="large"),
+        },
         alt="GPU presets with their sources",
     )
 
@@ -47,7 +53,7 @@ def _gpu_card(gpu: Mapping[str, Any]) -> None:
     chosen = unit()
     with st.container(border=True):
         st.markdown(f"**GPU {gpu['index']} · {gpu['name']}** · driver {gpu['driver']}")
-        with st.grid(4):
+        with metric_row():
             st.metric(
                 "Memory in use",
                 size_text(gpu["used_bytes"], chosen),

@@ -9,6 +9,9 @@ import streamlit as st
 
 from app import state
 
+# These pages begin with a headline of their own.
+UNTITLED_PAGES = ("Plan", "Run")
+
 
 def current_values() -> dict[str, Any]:
     """Return what the plan's widgets hold, on whichever page they are."""
@@ -36,7 +39,8 @@ def model_name(values: Mapping[str, Any]) -> str:
 def _workload(values: Mapping[str, Any]) -> list[str]:
     if values["job"] == "serve":
         shape = f"{values['sequences']} × {values['context']} tokens"
-        return [f"serve {shape}", f"{values['weights_dtype']} weights, {values['kv_dtype']} KV"]
+        precision = f"{values['weights_dtype']} weights, {values['kv_dtype']} KV"
+        return [f"serve {shape}", precision, f"{values['gpus']} replicas"]
     shape = f"{values['micro_batch']} × {values['seq']} tokens"
     return [
         f"train {shape}",
@@ -51,13 +55,14 @@ def _hardware(values: Mapping[str, Any]) -> str:
 
 
 def show_header(page_title: str) -> None:
-    """Draw the header of a page: the plan, the way to its form, and the unit switch."""
+    """Draw the header of a page: its title, the plan and the way to its form, the unit switch."""
+    if page_title not in UNTITLED_PAGES:
+        st.markdown(f"## {page_title}")
     with st.container(horizontal=True, vertical_alignment="center", key="header"):
         line = header_line(current_values())
-        if page_title == "Plan":
-            st.markdown(f"**{line}**", width="stretch")
-        else:
-            st.page_link("app_pages/plan.py", label=f"Plan: {line}", width="stretch")
+        st.markdown(f"**{line}**", width="stretch")
+        if page_title != "Plan":
+            st.page_link("app_pages/plan.py", label="Edit plan", icon=":material/edit:")
         st.segmented_control(
             "Unit of sizes",
             ("GiB", "GB"),

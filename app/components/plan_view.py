@@ -21,6 +21,7 @@ from app.components.verdict import show_verdict
 from app.components.workload_form import (
     job_form,
     parallelism_form,
+    replicas_form,
     serving_form,
     training_form,
 )
@@ -45,8 +46,12 @@ def _form() -> dict[str, Any] | None:
         with told_in_one_sentence():
             model = model_form()
         job = job_form()
-        training_form() if job == "train" else serving_form()
-        parallelism_form()
+        if job == "train":
+            training_form()
+            parallelism_form()
+        else:
+            serving_form()
+            replicas_form()
         hardware = hardware_form()
     if model is None:
         return None
@@ -55,10 +60,14 @@ def _form() -> dict[str, Any] | None:
 
 def _answer(plan: Plan, prediction: Mapping[str, Any]) -> None:
     chosen = unit()
-    show_verdict(prediction, chosen)
-    with told_in_one_sentence():
-        if plan.job == "train":
+    if plan.job == "train":
+        left, right = st.columns([3, 2])
+        with left:
+            show_verdict(prediction, chosen)
+        with right, told_in_one_sentence():
             show_proof_box(plan, prediction, chosen)
+    else:
+        show_verdict(prediction, chosen)
     for note in prediction["notes"]:
         st.caption(f":material/info: {note}")
     if plan.job == "train":

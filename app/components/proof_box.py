@@ -71,17 +71,16 @@ def _too_big_for_host(
     if needed <= free:
         return None
     return (
-        f"On the CPU, {ranks} {'rank' if ranks == 1 else 'ranks'} of this plan would hold about "
-        f"{size_text(needed, unit)} together; this host can give {size_text(free, unit)}."
+        f"Too big for the CPU world: {ranks} {'rank' if ranks == 1 else 'ranks'} would hold about "
+        f"{size_text(needed, unit)}, this host can give {size_text(free, unit)}."
     )
 
 
 def _offer_small_proof(plan: Plan, reason: str) -> None:
-    st.info(
+    st.caption(
         f"{reason} A small proof runs the same engine, stage, optimizer, precision and attention "
-        "on a two-layer model of this family: it checks that they work and that their state "
-        "bytes are as predicted, not this plan's peak.",
-        icon=":material/science:",
+        "on a two-layer model of this family: it checks that these work and that their state "
+        "bytes are as predicted, not this plan's peak."
     )
     st.button(
         "Run the small proof on the CPU",

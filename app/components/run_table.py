@@ -68,7 +68,7 @@ def show_runs() -> None:
             hide_index=True,
             on_select="rerun",
             selection_mode="single-row",
-            height=min(620, 38 + 36 * len(runs)),
+            height=min(620, 38 + 35 * len(runs)),
             alt="Runs, newest first",
         )
         _actions(runs, list(chosen["selection"]["rows"]))
@@ -87,15 +87,17 @@ def _say_that_there_are_none(filtered: bool) -> None:
 
 
 def run_row(run: Mapping[str, Any], chosen_unit: str) -> dict[str, Any]:
-    """Return a run as a line of the table; allocated bytes stand on both sides."""
-    predicted, measured = run["predicted_allocated_bytes"], run["measured_allocated_bytes"]
+    """Return a run as a line of the table."""
+    words = services.run_words(run)
+    predicted, measured = words["predicted_bytes"], words["measured_bytes"]
     return {
         "state": ("cancelling" if run["cancelling"] else str(run["state"])).replace("_", " "),
         "model": run["model_name"] or str(run["kind"]),
-        "plan": services.plan_words(run["id"]),
+        "plan": words["plan"],
         "world": str(run["world"]),
+        "counter": words["counter"],
         "predicted": None if predicted is None else size_text(predicted, chosen_unit),
-        "measured": None if measured is None else size_text(measured, chosen_unit),
+        "measured": None if not measured else size_text(measured, chosen_unit),
         "error %": round(error_percent(predicted, measured), 2) if predicted and measured else None,
         "started": clock(run["started_at_ms"] or run["created_at_ms"]),
         "duration": duration(run),
@@ -121,8 +123,8 @@ def duration(run: Mapping[str, Any]) -> str:
 def _actions(runs: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> None:
     if not rows or rows[0] >= len(runs):
         st.caption(
-            "Predicted and measured are allocated bytes per GPU (none on the CPU, where the run's "
-            "page compares state bytes). Select a row to open, cancel or repeat it."
+            "Bytes of one rank by the counter named: the allocator's peak on a GPU, the training "
+            "state on the CPU. Select a row to open, cancel or repeat it."
         )
         return
     show_actions(runs[rows[0]])
@@ -130,7 +132,7 @@ def _actions(runs: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> None:
 
 def show_actions(run: Mapping[str, Any], *, with_link: bool = True) -> None:
     """Draw what can be done with one run: open, cancel while it goes, run again."""
-    with st.container(horizontal=True, vertical_alignment="center"):
+    with st.container(horizontal=True, vertical_alignment="center", width="content"):
         if with_link:
             st.page_link(
                 "app_pages/run.py",

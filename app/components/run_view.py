@@ -12,7 +12,7 @@ from app import services, state
 from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
 from app.components.comparison import comparison_rows, phase_rows
-from app.components.figure import show_figure
+from app.components.figure import metric_row, show_figure
 from app.components.header import unit
 from app.components.problems import told_in_one_sentence
 from app.components.run_table import clock, duration, show_actions, state_badge
@@ -98,9 +98,11 @@ def _history(run: Mapping[str, Any], over: bool) -> None:
 
 def _log(run: Mapping[str, Any]) -> None:
     text = services.log_tail(run["run_directory"])
-    with st.expander("Log", expanded=False, icon=":material/terminal:"):
-        with st.container(height=LOG_HEIGHT_PX, autoscroll=True):
-            st.code(text or "No output yet on this host.", language=None)
+    with (
+        st.expander("Log", icon=":material/terminal:"),
+        st.container(height=LOG_HEIGHT_PX, autoscroll=True),
+    ):
+        st.code(text or "No output yet on this host.", language=None)
 
 
 def _result(run: Mapping[str, Any]) -> None:
@@ -125,7 +127,7 @@ def _show_error(run: Mapping[str, Any]) -> None:
     )
     numbers = {key: value for key, value in error.items() if key.endswith("_bytes")}
     if numbers:
-        with st.grid(4):
+        with metric_row():
             for key, value in numbers.items():
                 label = key.removesuffix("_bytes").replace("_", " ")
                 st.metric(label, "unknown" if value is None else size_text(value, chosen))
@@ -193,23 +195,20 @@ def _counter_words(world: str) -> str:
 def _measured_metrics(run: Mapping[str, Any]) -> None:
     measured, prediction = run["measured"], run["prediction"] or {}
     speed = prediction.get("throughput") or {}
-    with st.grid(4):
+    with metric_row():
         if measured.get("step_time_s"):
             st.metric("Measured step time", format_seconds(measured["step_time_s"]))
         if measured.get("tokens_per_s"):
             st.metric("Measured tokens per second", format_count(measured["tokens_per_s"]))
-        if speed.get("step_time_s"):
+        if speed.get("step_time_s") and str(run["summary"]["world"]) in ("nccl", "solo"):
             st.metric(
                 "Predicted step time",
                 format_seconds(speed["step_time_s"]),
                 help="For the plan's hardware; only the nccl world measures the same thing.",
             )
-        if measured.get("loss") is not None:
-            st.metric("Last loss", f"{_last(measured['loss']):.4f}")
-
-
-def _last(value: Any) -> float:
-    return float(value[-1] if isinstance(value, list) else value)
+        losses = [loss for loss in measured.get("losses") or () if loss is not None]
+        if losses:
+            st.metric("Last loss", f"{losses[-1]:.4f}")
 
 
 def _show_prediction_only(prediction: Mapping[str, Any]) -> None:

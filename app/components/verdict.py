@@ -8,6 +8,7 @@ from typing import Any
 import streamlit as st
 
 from app.charts.style import size_text, words
+from app.components.figure import metric_row
 from planner.units import format_count, format_seconds
 
 LOOKS: Mapping[str, tuple[str, str, str]] = {
@@ -24,7 +25,8 @@ def show_verdict(prediction: Mapping[str, Any], unit: str) -> None:
     with st.container(border=True, key="verdict"):
         st.markdown(f"## :{colour}[{icon} {label}]")
         st.markdown(verdict["sentence"])
-        with st.grid(4):
+        st.markdown(peak_sentence(prediction["memory"], unit))
+        with metric_row():
             _memory_metrics(prediction, unit)
 
 
@@ -36,7 +38,8 @@ def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:
         size_text(verdict["needed_bytes"], unit),
         help="Device bytes on the worst GPU: all that the driver would show in use.",
     )
-    st.metric("GPU memory", size_text(verdict["capacity_bytes"], unit))
+    capacity_label = "GPU memory" if prediction["serving"] is None else "Usable memory"
+    st.metric(capacity_label, size_text(verdict["capacity_bytes"], unit))
     st.metric(
         "Headroom",
         size_text(verdict["headroom_bytes"], unit),
@@ -44,11 +47,15 @@ def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:
         delta_color="normal" if share >= 0 else "inverse",
         delta_arrow="off",
     )
-    memory = prediction["memory"]
-    if prediction["serving"] is None:
-        st.metric("Peak phase", peak_label(memory))
-    else:
+    if prediction["serving"] is not None:
         st.metric("Sequences that fit", f"{prediction['serving']['max_sequences']:,}")
+
+
+def peak_sentence(memory: Mapping[str, Any], unit: str) -> str:
+    """Return when the peak stands and what it is mostly made of."""
+    largest = max(memory["components"], key=lambda part: part["bytes"])
+    size = size_text(largest["bytes"], unit)
+    return f"Peak in **{peak_label(memory).lower()}**; the largest part is {words(largest['name'])}, {size}."
 
 
 def peak_label(memory: Mapping[str, Any]) -> str:
@@ -60,7 +67,7 @@ def peak_label(memory: Mapping[str, Any]) -> str:
 def show_speed(throughput: Mapping[str, Any]) -> None:
     """Draw the predicted speed; it is labelled for what it is."""
     st.markdown(f"#### Speed · :gray[{throughput['label']}]")
-    with st.grid(4):
+    with metric_row():
         st.metric(
             "Tokens per second",
             format_count(throughput["tokens_per_s"]),

@@ -102,6 +102,11 @@ def parallelism_form() -> None:
     _segments("zero", "ZeRO stage", (0, 1, 2, 3), ZERO_HELP)
 
 
+def replicas_form() -> None:
+    """Draw how many GPUs serve, each with its own copy of the model."""
+    _count("gpus", "GPUs", "Replicas: each GPU serves its own copy of the model.")
+
+
 def _keep_stage_possible() -> None:
     """FSDP2 has no stages below 2: choosing it moves the stage to 3."""
     if st.session_state["engine"] == "fsdp2" and st.session_state["zero"] < 2:

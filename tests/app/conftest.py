@@ -1,0 +1,40 @@
+"""A server-less app on a database of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_CONFIG = (
+    '{"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, '
+    '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}'
+)
+
+
+@pytest.fixture
+def database_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    url = f"sqlite:///{tmp_path / 'app.db'}"
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", url)
+    return url
+
+
+@pytest.fixture
+def opened(database_url: str) -> Callable[..., AppTest]:
+    """Open the app as a browser would, with the given URL parameters."""
+
+    def run(**query: str) -> AppTest:
+        app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=30)
+        for key, value in query.items():
+            app.query_params[key] = value
+        return app.run()
+
+    return run
+
+
+@pytest.fixture
+def tiny_config() -> str:
+    return TINY_CONFIG

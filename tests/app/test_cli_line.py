@@ -1,0 +1,22 @@
+"""The command under the answer says the same plan."""
+
+from __future__ import annotations
+
+from app.cli_line import cli_line, is_plain_preset
+from planner.plan import default_plan, parse_plan
+
+
+def test_the_default_plan_is_written_with_every_choice() -> None:
+    assert cli_line(default_plan().to_dict()) == (
+        "peakmark plan --model meta-llama/Llama-3.1-8B --gpu h200-sxm5-141gb --seq 4096 "
+        "--micro-batch 1 --grad-accumulation 1 --optimizer adamw_fused --precision mixed "
+        "--attention sdpa --checkpointing none --engine peakmark --zero 3 --gpus 8"
+    )
+
+
+def test_an_edited_model_is_given_as_a_file() -> None:
+    document = default_plan().to_dict()
+    document["model"]["overrides"] = {"num_hidden_layers": 2}
+    plan = parse_plan(document).to_dict()
+    assert not is_plain_preset(plan)
+    assert "--config config.json" in cli_line(plan)

@@ -1,0 +1,267 @@
+"""Every page draws, tells bad input in one sentence, and never shows a traceback."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from app import services
+from planner.plan import default_plan
+
+Opened = Callable[..., AppTest]
+
+
+def texts(app: AppTest) -> str:
+    """All visible prose of a page."""
+    shown = [*app.markdown, *app.caption, *app.error, *app.info, *app.warning]
+    return "\n".join(str(element.value) for element in shown)
+
+
+def charts(app: AppTest) -> list[dict[str, object]]:
+    return [json.loads(chart.proto.spec) for chart in app.get("plotly_chart")]
+
+
+def test_the_start_page_answers_the_default_plan(opened: Opened) -> None:
+    app = opened()
+    assert not app.exception and not app.error
+    prediction = services.prediction_of(default_plan())
+    assert prediction["verdict"]["sentence"] in texts(app)
+    shown = charts(app)[0]["data"]
+    device_bytes = sum(trace["x"][0] for trace in shown) * 2**30  # type: ignore[attr-defined]
+    assert device_bytes == pytest.approx(prediction["memory"]["device_bytes"])
+    assert len(charts(app)) == 5
+
+
+def test_the_header_names_the_plan_of_the_url(opened: Opened) -> None:
+    app = opened(model="Qwen/Qwen3-8B", seq="2048", zero="1", gpus="4", attention="triton")
+    assert not app.exception and not app.error
+    assert "Qwen3-8B · train 1 × 2048 tokens · mixed, triton · peakmark ZeRO-1 × 4" in texts(app)
+    assert app.number_input(key="seq").value == 2048
+
+
+def test_serving_shows_what_fits(opened: Opened) -> None:
+    app = opened(job="serve")
+    assert not app.exception and not app.error
+    labels = {metric.label: metric.value for metric in app.metric}
+    # 2 x 32 layers x 8 heads x 128 x 2 bytes.
+    assert labels["Per token"] == "128.00 KiB"
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ({"engine": "fsdp2", "zero": "0"}, "parallelism.zero_stage"),
+        ({"hidden_size": "7"}, "model.overrides.num_attention_heads"),
+        ({"model": "openai-community/gpt2", "seq": "4096"}, "workload.sequence_length"),
+        ({"model": "google/gemma-2-2b", "attention": "triton"}, "workload.attention"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_told_in_one_sentence(
+    opened: Opened, query: dict[str, str], sentence: str
+) -> None:
+    app = opened(**query)
+    assert not app.exception
+    assert len(app.error) == 1 and sentence in app.error[0].value
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"seq": "nan"},
+        {"seq": "-5"},
+        {"seq": "99999999999999999999"},
+        {"micro_batch": ""},
+        {"zero": "9"},
+        {"gpu": "abacus"},
+        {"source": "config", "config": "damaged"},
+        {"utilization": "nan", "job": "serve"},
+        {"gpu": "custom", "gpu_gib": "inf"},
+        {"unit": "furlong"},
+    ],
+)
+def test_a_broken_url_never_breaks_the_page(opened: Opened, query: dict[str, str]) -> None:
+    app = opened(**query)
+    assert not app.exception
+
+
+@pytest.mark.parametrize("key", ["seq", "micro_batch", "gpus", "grad_accumulation"])
+@pytest.mark.parametrize("value", [0, -1, 2**40])
+def test_a_number_beyond_its_limits_is_refused_by_the_server(
+    opened: Opened, key: str, value: int
+) -> None:
+    app = opened()
+    app.number_input(key=key).set_value(value).run()
+    assert not app.exception
+    assert len(app.error) == 1
+
+
+def test_a_custom_gpu_of_no_number_is_refused(opened: Opened) -> None:
+    app = opened()
+    app.selectbox(key="gpu").set_value("custom").run()
+    assert not app.exception and not app.error
+    app.number_input(key="gpu_gib").set_value(float("nan")).run()
+    assert not app.exception
+    assert "hardware.custom.visible_bytes" in app.error[0].value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1, 2]",
+        "null",
+        '{"model_type": "llama"}',
+        '{"model_type": "warp-drive"}',
+        '{"model_type": "llama", "hidden_size": "many"}',
+        '{"model_type": "llama", "hidden_size": NaN}',
+        "x" * 2_000_000,
+        '{"a":' * 20_000,
+    ],
+    ids=["cut", "list", "null", "lacking", "unknown", "words", "nan", "2MB", "deep"],
+)
+def test_a_bad_config_is_told_in_one_sentence(opened: Opened, text: str) -> None:
+    app = opened(source="config")
+    app.text_area(key="config_text").set_value(text).run()
+    assert not app.exception
+    assert app.error
+
+
+def test_a_pasted_config_is_planned_and_carried_in_the_url(
+    opened: Opened, tiny_config: str
+) -> None:
+    app = opened(source="config")
+    app.text_area(key="config_text").set_value(tiny_config).run()
+    assert not app.exception and not app.error
+    packed = app.query_params["config"]
+    again = opened(source="config", config=packed if isinstance(packed, str) else packed[0])
+    assert not again.error
+    assert json.loads(again.text_area(key="config_text").value) == json.loads(tiny_config)
+
+
+def test_an_uploaded_config_lands_in_the_text_box(opened: Opened, tiny_config: str) -> None:
+    app = opened(source="config")
+    app.file_uploader(key="config_upload").upload("config.json", tiny_config.encode()).run()
+    assert not app.exception and not app.error
+    assert json.loads(app.text_area(key="config_text").value) == json.loads(tiny_config)
+
+
+def test_edited_layers_change_the_answer_and_a_new_model_forgets_them(opened: Opened) -> None:
+    app = opened()
+    app.number_input(key="num_hidden_layers").set_value(2).run()
+    assert not app.error
+    edited = app.metric[0].value
+    app.selectbox(key="model").set_value("Qwen/Qwen3-8B").run()
+    assert app.number_input(key="num_hidden_layers").value is None
+    assert app.metric[0].value != edited
+
+
+def test_moving_the_slider_sets_the_exact_length(opened: Opened) -> None:
+    app = opened()
+    app.select_slider(key="seq_power").set_value(1024).run()
+    assert app.number_input(key="seq").value == 1024
+
+
+def test_choosing_fsdp2_moves_the_stage_to_one_it_has(opened: Opened) -> None:
+    app = opened()
+    app.get_by_key("zero").set_value(1).run()
+    app.get_by_key("engine").set_value("fsdp2").run()
+    assert not app.error
+    assert app.session_state["zero"] == 3
+
+
+@pytest.mark.parametrize("page", ["runs", "run", "accuracy", "hardware"])
+def test_every_other_page_draws_on_an_empty_database(opened: Opened, page: str) -> None:
+    app = opened()
+    app.switch_page(f"app_pages/{page}.py").run()
+    assert not app.exception and not app.error
+
+
+def test_proving_twice_with_one_key_queues_one_run(opened: Opened, tiny_config: str) -> None:
+    app = opened(source="config", gpus="1")
+    app.text_area(key="config_text").set_value(tiny_config).run()
+    app.number_input(key="seq").set_value(64).run()
+    app.button(key="prove").click().run()
+    assert not app.exception and not app.error
+    lines = services.run_lines()
+    assert [line["world"] for line in lines] == ["cpu"]
+    assert "No worker is alive" in texts(app)
+    key = app.session_state["proof_key"]
+    plan = services.check_plan(services.run_detail(lines[0]["id"])["plan"])  # type: ignore[index]
+    first = services.submit_proof(plan, "cpu", key)
+    assert services.submit_proof(plan, "cpu", key) == first
+    assert len(services.run_lines()) == 2
+
+
+def test_a_queued_run_can_be_seen_and_cancelled(opened: Opened) -> None:
+    plan = services.small_proof(default_plan())
+    run_id = services.submit_proof(plan, "cpu", "key-1")
+    app = opened(run=run_id)
+    app.switch_page("app_pages/run.py").run()
+    assert not app.exception and not app.error
+    assert "queued" in texts(app)
+    app.button(key=f"cancel_{run_id}").click().run()
+    assert str(services.run_lines()[0]["state"]) == "cancelled"
+    app.switch_page("app_pages/runs.py").run()
+    assert not app.exception
+    assert app.dataframe[0].value.iloc[0]["state"] == "cancelled"
+
+
+def test_a_big_plan_is_not_proved_on_the_cpu_but_a_small_one_is_offered(opened: Opened) -> None:
+    app = opened(model="meta-llama/Llama-3.1-405B")
+    assert app.button(key="prove").disabled
+    assert "Too big for the CPU world" in texts(app)
+    app.button(key="prove_small").click().run()
+    assert not app.exception and not app.error
+    assert services.run_lines()[0]["model_name"] == "small llama"
+
+
+@pytest.mark.parametrize("preset", services.model_ids())
+def test_every_preset_has_a_small_proof(preset: str) -> None:
+    attention = "eager" if "gemma" in preset else "sdpa"
+    plan = services.check_plan(
+        {
+            "model": {"preset": preset},
+            "workload": {"sequence_length": 512, "attention": attention},
+            "hardware": {"preset": "h200-sxm5-141gb"},
+        }
+    )
+    small = services.small_proof(plan)
+    assert small.model.num_layers == 2
+    assert small.model.parameters < 10_000_000
+    assert small.parallelism.world_size == 2
+
+
+def test_a_database_that_is_none_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
+) -> None:
+    broken = tmp_path / "broken.db"
+    broken.write_text("this is no database, but it is long enough to look like a file")
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", f"sqlite:///{broken}")
+    app = opened()
+    assert not app.exception
+    for page in ("runs", "accuracy"):
+        app.switch_page(f"app_pages/{page}.py").run()
+        assert not app.exception
+        assert "not an SQLite database" in app.error[0].value
+
+
+def test_a_locked_database_is_told_in_one_sentence(
+    database_url: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services.database()
+    monkeypatch.setattr("db.database.BUSY_TIMEOUT_MS", 50)
+    services._database.clear()
+    path = database_url.removeprefix("sqlite:///")
+    app = opened(model="meta-llama/Llama-3.1-405B")
+    with sqlite3.connect(path, isolation_level=None) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        app.button(key="prove_small").click().run()
+        holder.execute("ROLLBACK")
+    assert not app.exception
+    assert any("locked" in error.value for error in app.error)
+    services._database.clear()
