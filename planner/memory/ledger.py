@@ -1,0 +1,255 @@
+"""The ledger: every byte of a predicted peak under the name of the tensor that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from planner.memory.states import (
+    BACKWARD_POSITIONS,
+    Precisions,
+    finished_layers,
+    group_numels,
+    state_count,
+)
+from planner.memory.templates import SavedTensor, load_saved, monomial_values
+from planner.memory.timeline import EngineStates, Moment
+from planner.model import ModelSpec
+from planner.plan import Engine, Parallelism, TrainingWorkload
+from planner.units import format_bytes
+
+_DTYPES = {2: "bfloat16", 4: "float32"}
+_ALL_PHASES = (
+    "forward",
+    "loss_forward",
+    "loss_backward",
+    "backward_first",
+    "backward_last",
+    "optimizer",
+)
+_UNTIL_BACKWARD = _ALL_PHASES[:-1]
+# The last phase in which what a forward section saved is still alive.
+_SAVED_UNTIL = {
+    "loss": 3,
+    "head": 3,
+    "last_layer": 4,
+    "layer": 5,
+    "first_layer": 5,
+    "embed": 5,
+}
+_SAVED_FROM = {"loss": 1}
+# The backward position from which on a section's saved tensors are gone.
+_GONE_AFTER = {
+    "loss": "loss_backward",
+    "head": "loss_backward",
+    "last_layer": "last_layer_backward",
+    "first_layer": "first_layer_backward",
+    "embed": "embed_backward",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One kind of tensor: `count` tensors of `shape` that hold `size_bytes` together at the peak."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    count: int
+    size_bytes: int
+    component: str
+    owner: str
+    phases: tuple[str, ...]
+    formula: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ledger row of a prediction."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "count": self.count,
+            "bytes": self.size_bytes,
+            "component": self.component,
+            "owner": self.owner,
+            "phases": list(self.phases),
+            "formula": self.formula,
+        }
+
+
+def entries(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    states: EngineStates,
+    peak: Moment,
+    key: str,
+) -> tuple[Entry, ...]:
+    """The ledger at the peak; its bytes sum to the peak's, part by part.
+
+    What a part holds beyond its named tensors (values in the middle of an operation, gradients of
+    the running layer) is one row that says so.
+    """
+    rows = [
+        *_state_entries(spec, workload, parallelism, states),
+        *_saved_entries(spec, workload, peak.position, key),
+    ]
+    return (*rows, *_rest(rows, peak))
+
+
+def _state_entries(
+    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
+) -> Iterator[Entry]:
+    sizes = Precisions.of(workload.precision, parallelism.engine)
+    counts = {name: spec.num_layers if name == "layer" else 1 for name in states.shard}
+    for group, (kept, stepped) in states.held_numels().items():
+        count = counts[group]
+        yield _state_entry(f"{group} parameters", kept, sizes.parameter, count, "parameters")
+        if sizes.master:
+            yield _state_entry(f"{group} master weights", stepped, sizes.master, count, "optimizer")
+        for index in range(state_count(workload.optimizer)):
+            name = f"{group} {('exp_avg', 'exp_avg_sq')[index]}"
+            if state_count(workload.optimizer) == 1:
+                name = f"{group} momentum_buffer"
+            yield _state_entry(name, stepped, sizes.state, count, "optimizer")
+
+
+def _state_entry(name: str, numel: int, itemsize: int, count: int, component: str) -> Entry:
+    return Entry(
+        name=name,
+        shape=(int(numel),),
+        dtype=_DTYPES[itemsize],
+        count=count,
+        size_bytes=int(numel) * itemsize * count,
+        component=component,
+        owner="engine",
+        phases=_ALL_PHASES,
+        formula=f"{count} x {int(numel):,} elements x {itemsize} B",
+    )
+
+
+def _saved_entries(
+    spec: ModelSpec, workload: TrainingWorkload, position: str, key: str
+) -> Iterator[Entry]:
+    saved = load_saved(spec.family, key)
+    monomials = tuple({tensor.monomial for tensor in saved})
+    numels = monomial_values(spec, monomials, workload.micro_batch, workload.sequence_length)
+    value = dict(zip(monomials, numels.tolist(), strict=True))
+    for tensor in saved:
+        count = _alive(tensor.section, position, spec.num_layers - 2)
+        if count > 0:
+            one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
+            yield _saved_entry(tensor, count, round(one_bytes * count))
+
+
+def _saved_entry(tensor: SavedTensor, count: int, size_bytes: int) -> Entry:
+    first, last = _SAVED_FROM.get(tensor.section, 0), _SAVED_UNTIL[tensor.section]
+    shape = " x ".join(tensor.shape)
+    return Entry(
+        name=f"{tensor.section.replace('_', ' ')}: {tensor.module} ({tensor.op})",
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        count=count,
+        size_bytes=size_bytes,
+        component=_saved_component(tensor),
+        owner="saved for backward",
+        phases=_UNTIL_BACKWARD[first:last],
+        formula=f"{count} x [{shape}] {tensor.dtype}",
+    )
+
+
+def _saved_component(tensor: SavedTensor) -> str:
+    names = tensor.monomial.split("*")
+    if "vocab" in names and "seq" in names:
+        return "logits"
+    return "attention" if names.count("seq") == 2 else "activations"
+
+
+def _alive(section: str, position: str, inner: int) -> int:
+    """How many layers' worth of a section's saved tensors are whole as `position` begins."""
+    order = (*("embed", "first_layer", "layer", "last_layer", "head", "loss"),)
+    if position == "optimizer":
+        return 0
+    if section == "layer":
+        return _alive_inner(position, inner)
+    if position in BACKWARD_POSITIONS:
+        gone = BACKWARD_POSITIONS.index(_GONE_AFTER[section])
+        return int(BACKWARD_POSITIONS.index(position) <= gone)
+    return int(order.index(section) < order.index(position.split(":")[0]))
+
+
+def _alive_inner(position: str, inner: int) -> int:
+    if position in BACKWARD_POSITIONS:
+        done = finished_layers(position, inner) - 1
+        return inner - min(max(done, 0), inner)
+    return {"embed": 0, "first_layer": 0, "layer:first": 0, "layer:last": inner - 1}.get(
+        position, inner
+    )
+
+
+def _rest(rows: list[Entry], peak: Moment) -> Iterator[Entry]:
+    for component, part_bytes in peak.parts.items():
+        named = sum(row.size_bytes for row in rows if row.component == component)
+        left = round(float(part_bytes)) - named
+        if left:
+            yield Entry(
+                name=_REST_NAMES.get(component, f"{component} of the running operation"),
+                shape=(),
+                dtype="",
+                count=1,
+                size_bytes=left,
+                component=component,
+                owner=_REST_OWNERS.get(component, "running operation"),
+                phases=(),
+                formula=f"{format_bytes(left)} at the peak beyond the tensors named above",
+            )
+
+
+_REST_NAMES = {
+    "gathered": "gathered parameters",
+    "gradients": "gradients",
+    "workspace": "cuBLAS workspaces",
+    "temporary": "temporaries",
+}
+_REST_OWNERS = {"gathered": "engine", "gradients": "engine", "workspace": "library"}
+
+
+def formulas(
+    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, peak: Moment
+) -> dict[str, str]:
+    """One line per part: how its bytes come about, with the numbers in it."""
+    sizes = Precisions.of(workload.precision, parallelism.engine)
+    stage, ranks = parallelism.zero_stage, parallelism.world_size
+    total = f"{sum_parameters(spec):,} parameters"
+    states = sizes.master + sizes.state * state_count(workload.optimizer)
+    shards_parameters = stage == 3 or parallelism.engine is Engine.FSDP2
+    tokens = f"{workload.micro_batch} x {workload.sequence_length:,} tokens"
+    layers = f"{spec.num_layers} layers"
+    return {
+        "parameters": f"{total} x {sizes.parameter} B" + _over(ranks, shards_parameters),
+        "optimizer": f"{total} x {states} B" + _over(ranks, stage >= 1),
+        "gradients": f"{total} x {sizes.gradient} B, what is alive in {_words(peak.position)}"
+        + _over(ranks, stage >= 2, " once reduced"),
+        "gathered": f"whole parameters of the units in use in {_words(peak.position)}",
+        "activations": f"tensors saved for backward: {tokens}, {layers}, traced from the model",
+        "attention": f"scores: {workload.micro_batch} x {spec.num_heads} heads x "
+        f"{workload.sequence_length:,} squared, per layer",
+        "logits": f"{tokens} x {spec.vocab_size:,} vocabulary, the copies alive at once",
+        "temporary": f"values in the middle of {_words(peak.position)}",
+        "workspace": "two cuBLAS workspaces: main and autograd thread",
+    }
+
+
+def sum_parameters(spec: ModelSpec) -> int:
+    """All parameters, from the groups."""
+    numels = group_numels(spec)
+    return numels["embedding"] + spec.num_layers * numels["layer"] + numels["head"]
+
+
+def _over(ranks: int, sharded: bool, suffix: str = "") -> str:
+    return f" / {ranks} ranks{suffix}" if sharded and ranks > 1 else ""
+
+
+def _words(position: str) -> str:
+    return position.replace("_", " ").replace(":", ", ")

@@ -1,0 +1,162 @@
+"""The moments of a step for one engine: totals as arrays, parts of a moment when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from planner.memory.states import BACKWARD_POSITIONS, Parts
+from planner.memory.templates import COMPONENTS, FLAT_GROUPS, Floats, Moments, monomial_values
+from planner.model import ModelSpec
+
+OPTIMIZER_STEP = "optimizer"
+# The phases people read, in the order of a step, and the positions that belong to each.
+PHASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "forward": (
+        "Forward",
+        ("embed", "first_layer", "layer:first", "layer:last", "last_layer", "head"),
+    ),
+    "loss_forward": ("Logits and loss", ("loss",)),
+    "loss_backward": ("Loss backward", ("loss_backward",)),
+    "backward_first": (
+        "Backward of the last layers",
+        ("last_layer_backward", "layer_backward:first"),
+    ),
+    "backward_last": (
+        "Backward of the first layers",
+        ("layer_backward:last", "first_layer_backward", "embed_backward"),
+    ),
+    "optimizer": ("Optimizer step", (OPTIMIZER_STEP,)),
+}
+
+
+class EngineStates(Protocol):
+    """What an engine holds in a step beside the model's own tensors; values may be arrays."""
+
+    gradients: str
+    shard: dict[str, Any]
+
+    def persistent(self) -> Parts: ...
+
+    def held_numels(self) -> dict[str, tuple[Any, Any]]: ...
+
+    def at(self, position: str) -> Parts: ...
+
+    def flat(self, position: str) -> tuple[Any, ...]: ...
+
+    def at_section_end(self, position: str) -> Parts: ...
+
+    def optimizer_step(self) -> Parts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment of a step: its position and its bytes by part."""
+
+    position: str
+    parts: Parts
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of all parts."""
+        return float(sum(self.parts.values()))
+
+
+def phase_of(position: str) -> str:
+    """The phase that a position of the step belongs to."""
+    return next(name for name, (_, positions) in PHASES.items() if position in positions)
+
+
+@lru_cache(maxsize=512)
+def _rows_by_position(positions: tuple[str, ...], has_inner: bool) -> dict[str, list[int]]:
+    rows: dict[str, list[int]] = {}
+    for row, position in enumerate(positions):
+        if has_inner or not position.startswith("layer"):
+            rows.setdefault(position, []).append(row)
+    return rows
+
+
+class Timeline:
+    """A model's traced moments under one engine, for one plan or an array of plans."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        moments: Moments,
+        states: EngineStates,
+        micro_batch: Any,
+        sequence_length: Any,
+    ) -> None:
+        self._moments, self._states = moments, states
+        inner = spec.num_layers - 2
+        values = monomial_values(spec, moments.monomials, micro_batch, sequence_length)
+        forms = moments.constant + inner * moments.per_inner
+        self._live: Floats = np.tensordot(forms, values, axes=1)
+        self._live_total: Any = self._live.sum(axis=1)
+        self._persistent = states.persistent()
+        self._engine_totals: dict[tuple[str, int, bool], Any] = {}
+        self._rows = _rows_by_position(moments.position, inner >= 1)
+
+    def highest(self) -> dict[str, Moment]:
+        """The highest moment of every phase (scalars only)."""
+        best: dict[str, tuple[float, str, int]] = {}
+        for position, rows in self._rows.items():
+            totals = [float(self._total(position, row)) for row in rows]
+            top = int(np.argmax(totals))
+            candidate = (totals[top], position, rows[top])
+            phase = phase_of(position)
+            best[phase] = max(best.get(phase, candidate), candidate)
+        found = {phase: self._moment(position, row) for phase, (_, position, row) in best.items()}
+        found[OPTIMIZER_STEP] = Moment(OPTIMIZER_STEP, self._optimizer_parts())
+        return {name: found[name] for name in PHASES}
+
+    def peak_bytes(self) -> Any:
+        """The highest total over all moments, elementwise over arrays of plans."""
+        peak = sum(self._optimizer_parts().values())
+        for position, rows in self._rows.items():
+            for row in rows:
+                peak = np.maximum(peak, self._total(position, row))
+        return peak
+
+    def _optimizer_parts(self) -> Parts:
+        return add_parts(self._persistent, self._states.optimizer_step())
+
+    def _engine_parts(self, position: str, row: int) -> Parts:
+        states, moments = self._states, self._moments
+        parts = add_parts(self._persistent, states.at(position))
+        if position not in BACKWARD_POSITIONS:
+            return parts
+        if moments.flat_key[row]:
+            sizes = zip(FLAT_GROUPS, states.flat(position), strict=True)
+            begun = sum(size for name, size in sizes if moments.has_begun(row, name))
+            parts["gradients"] = parts["gradients"] + begun
+        if moments.at_end[row]:
+            parts = add_parts(parts, states.at_section_end(position))
+        return parts
+
+    def _total(self, position: str, row: int) -> Any:
+        return self._live_total[row] + self._engine_total(position, row)
+
+    def _engine_total(self, position: str, row: int) -> Any:
+        # Moments of one section differ in the model's tensors; the engine's change once or twice.
+        key = (position, self._moments.flat_key[row], self._moments.at_end[row])
+        if key not in self._engine_totals:
+            self._engine_totals[key] = sum(self._engine_parts(position, row).values())
+        return self._engine_totals[key]
+
+    def _moment(self, position: str, row: int) -> Moment:
+        live = dict(zip(COMPONENTS, self._live[row].tolist(), strict=True))
+        return Moment(position, add_parts(self._engine_parts(position, row), live))
+
+
+def add_parts(*many: Parts) -> Parts:
+    """Sum parts by name."""
+    total: Parts = {}
+    for parts in many:
+        for name, size_bytes in parts.items():
+            total[name] = total.get(name, 0) + size_bytes
+    return total

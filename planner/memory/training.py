@@ -1,0 +1,170 @@
+"""Peak memory of a training step: the traced moments plus what the engine holds at each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.hardware import Gpu
+from planner.memory import ledger
+from planner.memory.fsdp2 import Fsdp2States
+from planner.memory.overheads import Overheads, workspace_bytes
+from planner.memory.states import PeakmarkStates
+from planner.memory.templates import COMPONENTS, attention_variant, load_moments
+from planner.memory.timeline import PHASES, EngineStates, Moment, Timeline, phase_of
+from planner.model import ModelSpec
+from planner.plan import Engine, Parallelism, Precision, TrainingWorkload
+
+PARTS = ("parameters", "gradients", "optimizer", "gathered", *COMPONENTS[:-1], "workspace")
+# What an array of 64-bit integers can hold with the overheads on top; no plan that runs comes near.
+_MOST_GRID_BYTES = 2.0**62
+_STATES: dict[Engine, type[PeakmarkStates] | type[Fsdp2States]] = {
+    Engine.PEAKMARK: PeakmarkStates,
+    Engine.FSDP2: Fsdp2States,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """A predicted step: the peak, the highest moment of each phase, the ledger at the peak."""
+
+    peak: Moment
+    by_phase: dict[str, Moment]
+    overheads: Overheads
+    entries: tuple[ledger.Entry, ...]
+    formulas: dict[str, str]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of the bytes in the caching allocator's blocks."""
+        return round(self.peak.total_bytes)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which the peak lies."""
+        return phase_of(self.peak.position)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the `memory` object of a prediction."""
+        parts = whole_parts(self.peak)
+        return {
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.overheads.reserved_bytes,
+            "device_bytes": self.overheads.device_bytes,
+            "peak_phase": self.peak_phase,
+            "rank": 0,
+            "phases": [_phase_row(name, moment) for name, moment in self.by_phase.items()],
+            "components": [
+                {"name": name, "bytes": parts[name], "formula": self.formulas[name]}
+                for name in PARTS
+                if parts[name]
+            ],
+            "overheads": list(self.overheads.rows()),
+            "ledger": [entry.to_dict() for entry in self.entries],
+        }
+
+
+def whole_parts(moment: Moment) -> dict[str, int]:
+    """Parts as whole bytes that sum to the rounded total; what rounding leaves is temporary."""
+    parts = {name: int(moment.parts.get(name, 0)) for name in PARTS}
+    parts["temporary"] += round(moment.total_bytes) - sum(parts.values())
+    return parts
+
+
+def _phase_row(name: str, moment: Moment) -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": PHASES[name][0],
+        "allocated_bytes": round(moment.total_bytes),
+        "parts": {part: size for part, size in whole_parts(moment).items() if size},
+    }
+
+
+def template_key(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) -> str:
+    """The key of the traced template that a workload runs; `mixed` computes in bf16."""
+    attention = attention_variant(spec, str(workload.attention), sequence_length)
+    mixed = workload.precision is Precision.MIXED
+    compute = "bf16" if mixed else str(workload.precision)
+    return "/".join((attention, compute, str(workload.checkpointing)))
+
+
+def _states(
+    spec: ModelSpec, workload: TrainingWorkload, engine: Engine, stage: int, world_size: Any
+) -> EngineStates:
+    return _STATES[engine](
+        spec,
+        workload.precision,
+        workload.optimizer,
+        stage,
+        world_size,
+        accumulates=workload.grad_accumulation > 1,
+    )
+
+
+def training_memory(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    hardware: Gpu | None = None,
+) -> TrainingMemory:
+    """Predict the peak memory of a steady training step on rank 0, which holds the most.
+
+    `hardware` decides the size of the library workspaces; without it they are Hopper's.
+    """
+    key = template_key(spec, workload, workload.sequence_length)
+    states = _states(
+        spec, workload, parallelism.engine, parallelism.zero_stage, parallelism.world_size
+    )
+    moments = load_moments(spec.family, key, states.gradients)
+    timeline = Timeline(spec, moments, states, workload.micro_batch, workload.sequence_length)
+    by_phase = {
+        name: Moment(moment.position, {**moment.parts, "workspace": workspace_bytes(hardware)})
+        for name, moment in timeline.highest().items()
+    }
+    peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
+    return TrainingMemory(
+        peak=peak,
+        by_phase=by_phase,
+        overheads=Overheads.of(round(peak.total_bytes)),
+        entries=ledger.entries(spec, workload, parallelism, states, peak, key),
+        formulas=ledger.formulas(spec, workload, parallelism, peak),
+    )
+
+
+def training_grid(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    engine: Engine,
+    zero_stages: Sequence[int],
+    world_sizes: Sequence[int],
+    micro_batches: Sequence[int],
+    sequence_lengths: Sequence[int],
+    hardware: Gpu | None = None,
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Predict a grid of plans; each array has the axes stage, world size, batch, sequence."""
+    shape = (len(zero_stages), len(world_sizes), len(micro_batches), len(sequence_lengths))
+    peak = np.zeros(shape)
+    worlds = np.array(world_sizes, dtype=np.int64)[:, None, None]
+    batches = np.array(micro_batches, dtype=np.float64)[:, None]
+    keys = [template_key(spec, workload, length) for length in sequence_lengths]
+    for key in set(keys):
+        columns = [i for i, other in enumerate(keys) if other == key]
+        lengths = np.array([sequence_lengths[i] for i in columns], dtype=np.float64)
+        for row, stage in enumerate(zero_stages):
+            states = _states(spec, workload, engine, stage, worlds)
+            moments = load_moments(spec.family, key, states.gradients)
+            timeline = Timeline(spec, moments, states, batches, lengths)
+            peak[row][..., columns] = timeline.peak_bytes()
+    allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
+        np.int64
+    ) + workspace_bytes(hardware)
+    over = Overheads.of(allocated_bytes)
+    return {
+        "allocated_bytes": allocated_bytes,
+        "reserved_bytes": over.reserved_bytes,
+        "device_bytes": over.device_bytes,
+    }

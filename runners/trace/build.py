@@ -1,0 +1,86 @@
+"""Write the planner's templates: `python -m runners.trace.build [FAMILY ...]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import planner.memory
+from runners.trace.model import FAMILIES, variants
+from runners.trace.template import build_template
+
+FOLDER = Path(planner.memory.__file__).parent / "templates"
+
+
+def write_family(family: str, folder: Path = FOLDER) -> Path:
+    """Trace every variant of a family and write its template file; returns the path."""
+    templates = {variant.key: build_template(variant) for variant in variants(family)}
+    path = folder / f"{family}.json"
+    head = {
+        "family": family,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.split("+")[0],
+    }
+    pool, names = _Pool(), _Pool()
+    index = {
+        key: {
+            part: {name: pool.add(_numbered(section, names)) for name, section in sections.items()}
+            for part, sections in template.items()
+        }
+        for key, template in templates.items()
+    }
+    lines = ",\n".join(f"{json.dumps(key)}: {_compact(value)}" for key, value in index.items())
+    sections = ",\n".join(pool.items)
+    path.write_text(
+        f'{json.dumps(head)[:-1]}, "monomials": [{", ".join(names.items)}],\n'
+        f'"sections": [\n{sections}\n], "templates": {{\n{lines}\n}}}}\n'
+    )
+    return path
+
+
+class _Pool:
+    """Numbers distinct values: variants share most of their sections and monomials."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, int] = {}
+
+    def add(self, value: Any) -> int:
+        """The number of `value`, new or known."""
+        return self.items.setdefault(_compact(value), len(self.items))
+
+
+def _numbered(section: Any, names: _Pool) -> Any:
+    """Replace monomials by their numbers: live sets as {component: [[number, bytes], ...]}."""
+    if isinstance(section, list):
+        return [[*row[:4], names.add(row[4]), row[5]] for row in section]
+    return {
+        "net": _numbered_live(section["net"], names),
+        "peaks": [_numbered_live(peak, names) for peak in section["peaks"]],
+    }
+
+
+def _numbered_live(live: dict[str, dict[str, int]], names: _Pool) -> dict[str, list[list[int]]]:
+    return {
+        component: [[names.add(monomial), size] for monomial, size in entries.items()]
+        for component, entries in live.items()
+    }
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def main(families: list[str]) -> None:
+    """Write the named families, or all."""
+    for family in families or FAMILIES:
+        path = write_family(family)
+        print(f"{family}: {path.stat().st_size} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""Read a tensor's size as a product of model dimensions.
+
+The traced model is built with a different prime for every dimension, so the prime factors of a
+tensor's element count say which dimensions it is the product of. Fake tensors own no memory, so
+the primes may be as large as needed to stay clear of ordinary integer factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# `hidden` is a multiple of the heads in several families, so it is its own prime times the heads.
+PRIMES: Mapping[str, int] = {
+    "batch": 13,
+    "seq": 8191,
+    "kv_heads": 11,
+    "group": 17,
+    "group_plus_2": 19,  # phi3 fuses Q, K and V into one projection of (group + 2) * kv_heads heads
+    "hidden_per_head": 23,
+    "half_head_dim": 29,
+    "ffn": 31,
+    "vocab": 37,
+    "top_k": 43,
+    "experts": 47,
+    "positions": 10007,
+}
+HIDDEN = PRIMES["hidden_per_head"] * PRIMES["kv_heads"] * PRIMES["group"]
+HEAD_DIM = 2 * PRIMES["half_head_dim"]
+HEADS = PRIMES["kv_heads"] * PRIMES["group"]
+KNOWN_DIMS: Mapping[int, str] = {
+    HIDDEN: "hidden",
+    HEAD_DIM: "head_dim",
+    HEADS: "heads",
+    HEADS * HEAD_DIM: "heads*head_dim",
+    PRIMES["kv_heads"] * HEAD_DIM: "kv_heads*head_dim",
+    PRIMES["batch"] * PRIMES["seq"]: "batch*seq",
+    PRIMES["batch"] * PRIMES["seq"] * PRIMES["top_k"]: "batch*seq*top_k",
+    **{prime: name for name, prime in PRIMES.items()},
+}
+
+
+def factor(numel: int) -> tuple[str, int]:
+    """Split an element count into (monomial of dimension names, integer coefficient).
+
+    The monomial is `*`-joined names in a fixed order ("batch*seq*hidden"); "" is a constant.
+    """
+    if numel % PRIMES["seq"] and numel % (PRIMES["seq"] + 1) == 0:
+        # Labels padded by one position: counted as a plain sequence.
+        numel = numel // (PRIMES["seq"] + 1) * PRIMES["seq"]
+    powers = dict.fromkeys(PRIMES, 0)
+    for name, prime in PRIMES.items():
+        while numel % prime == 0:
+            numel //= prime
+            powers[name] += 1
+    powers["hidden"] = powers.pop("hidden_per_head")
+    powers["kv_heads"] -= powers["hidden"]
+    powers["group"] -= powers["hidden"]
+    if min(powers.values()) < 0:
+        raise ValueError(f"element count does not factor into model dimensions: {powers}")
+    names = [name for name, power in powers.items() for _ in range(power)]
+    return "*".join(names), numel
+
+
+def dims(shape: tuple[int, ...]) -> list[str]:
+    """Name each dimension of a shape; a size that is no known product is kept as a number."""
+    return [KNOWN_DIMS.get(size, str(size)) for size in shape]

@@ -1,0 +1,119 @@
+"""Record every allocation and release of a traced step, by section."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runners.trace.symbols import dims, factor
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One storage that came into being during the step."""
+
+    name: str
+    op: str
+    shape: list[str]
+    dtype: str
+    monomial: str
+    coefficient_bytes: int
+    section: str
+    kind: str = "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`allocation` was allocated (sign +1) or released (sign -1) in `section`."""
+
+    section: str
+    sign: int
+    allocation: Allocation
+
+
+class Tape(TorchDispatchMode):
+    """Watches operations on fake tensors; `section` and `module` are set from outside.
+
+    Storages passed to `ignore` (parameters, buffers, inputs) are never counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.section = "embed"
+        self.module = ""
+        self.events: list[Event] = []
+        self.live: dict[int, Allocation] = {}
+        self._finalizers: dict[int, Any] = {}
+        self._ignored: set[int] = set()
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave this tensor's storage out of the account."""
+        self._ignored.add(tensor.untyped_storage()._cdata)
+
+    def mark_gradient(self, tensor: torch.Tensor) -> None:
+        """Say that this tensor's storage has become a parameter's gradient."""
+        allocation = self.live.get(tensor.untyped_storage()._cdata)
+        if allocation is not None:
+            allocation.kind = "gradients"
+
+    def mark(self, monomial: str) -> None:
+        """Note a moment from which a buffer exists whose size the tape cannot know."""
+        allocation = Allocation(monomial, "mark", [], "", monomial, 1, self.section, "gradients")
+        self.events.append(Event(self.section, +1, allocation))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in KERNEL_TEMPORARIES:
+            self._temporary(str(func), KERNEL_TEMPORARIES[func](*args))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf, str(func))
+        return out
+
+    def _see(self, tensor: torch.Tensor, op: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live or key in self._ignored or storage.nbytes() == 0:
+            return
+        allocation = self._describe(tensor, op)
+        self.live[key] = allocation
+        self.events.append(Event(self.section, +1, allocation))
+        self._finalizers[key] = weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        allocation = self.live.pop(key)
+        del self._finalizers[key]
+        self.events.append(Event(self.section, -1, allocation))
+
+    def _temporary(self, op: str, tensor: torch.Tensor) -> None:
+        allocation = self._describe(tensor, op + " (inside the kernel)")
+        self.events.append(Event(self.section, +1, allocation))
+        self.events.append(Event(self.section, -1, allocation))
+
+    def _describe(self, tensor: torch.Tensor, op: str) -> Allocation:
+        itemsize = tensor.element_size()
+        monomial, coefficient = factor(tensor.untyped_storage().nbytes() // itemsize)
+        return Allocation(
+            name=self.module,
+            op=op,
+            shape=dims(tuple(tensor.shape)),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            monomial=monomial,
+            coefficient_bytes=coefficient * itemsize,
+            section=self.section,
+        )
+
+
+# CUDA kernels that allocate a tensor no caller sees. aten/src/ATen/native/cuda/SoftMax.cu,
+# softmax_backward_cuda_out: `Tensor tmp = grad * output`.
+KERNEL_TEMPORARIES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten._softmax_backward_data.default: lambda grad, output, dim, dtype: grad,
+}
