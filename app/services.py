@@ -27,7 +27,7 @@ from planner.hub import fetch_hub_config
 from planner.paper import paper_table
 from planner.plan import Plan, parse_plan, plan_hash
 from planner.predict import predict
-from planner.presets import model_presets
+from planner.presets import model_presets, resolve_model
 from planner.records import RecordError, parse_row
 from planner.search import grid
 
@@ -116,8 +116,7 @@ def check_plan(mapping: Mapping[str, Any]) -> Plan:
 def model_summary(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the derived dimensions of a plan's model, by their names in config.json."""
     if "preset" in model:
-        plan = {"model": {"preset": model["preset"]}, "hardware": {"preset": "h200-sxm5-141gb"}}
-        spec = parse_plan({"schema": 1, "job": "serve", **plan}).model
+        spec = resolve_model(model["preset"])
     else:
         spec = spec_from_config(model["config"], name=model.get("name", "custom model"))
     return {
@@ -232,12 +231,16 @@ def small_proof(plan: Plan) -> Plan:
 
 def database() -> Database:
     """Return the opened database of this server; raises DatabaseProblem."""
-    return _database(str(resolve_url(None)))
+    return _database(_database_url())
+
+
+def _database_url() -> str:
+    return resolve_url(None).render_as_string(hide_password=False)
 
 
 @st.cache_resource(show_spinner=False)
-def _database(_: str) -> Database:
-    return open_database()
+def _database(url: str) -> Database:
+    return open_database(url)
 
 
 def worker_alive() -> bool:
@@ -285,7 +288,7 @@ def run_words(run: Mapping[str, Any]) -> dict[str, Any]:
 
     `predicted_bytes` and `measured_bytes` are of the counter `counter` that its world measures.
     """
-    return _run_words(str(resolve_url(None)), run["id"], str(run["state"]))
+    return _run_words(_database_url(), run["id"], str(run["state"]))
 
 
 @st.cache_data(max_entries=4000, show_spinner=False)

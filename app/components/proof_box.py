@@ -113,7 +113,7 @@ def _show_outcome(gpus: int) -> None:
         st.error(last["problem"])
     elif last:
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.success(f"Run {last['run']} is queued.", icon=":material/check:", width="content")
+            st.markdown(f":green[:material/check:] Run {last['run']} is queued.")
             st.page_link(
                 "app_pages/run.py",
                 label="Open the run",

@@ -11,6 +11,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from app import services
+from app.state import DEFAULTS
 from planner.plan import default_plan
 
 Opened = Callable[..., AppTest]
@@ -56,7 +57,7 @@ def test_serving_shows_what_fits(opened: Opened) -> None:
     ("query", "sentence"),
     [
         ({"engine": "fsdp2", "zero": "0"}, "parallelism.zero_stage"),
-        ({"hidden_size": "7"}, "model.overrides.num_attention_heads"),
+        ({"hidden_size": "7"}, "num_attention_heads is 32"),
         ({"model": "openai-community/gpt2", "seq": "4096"}, "workload.sequence_length"),
         ({"model": "google/gemma-2-2b", "attention": "triton"}, "workload.attention"),
     ],
@@ -91,22 +92,21 @@ def test_a_broken_url_never_breaks_the_page(opened: Opened, query: dict[str, str
 
 @pytest.mark.parametrize("key", ["seq", "micro_batch", "gpus", "grad_accumulation"])
 @pytest.mark.parametrize("value", [0, -1, 2**40])
-def test_a_number_beyond_its_limits_is_refused_by_the_server(
-    opened: Opened, key: str, value: int
-) -> None:
+def test_a_number_beyond_its_limits_is_not_taken(opened: Opened, key: str, value: int) -> None:
     app = opened()
     app.number_input(key=key).set_value(value).run()
     assert not app.exception
-    assert len(app.error) == 1
+    assert app.number_input(key=key).value == DEFAULTS[key]
 
 
-def test_a_custom_gpu_of_no_number_is_refused(opened: Opened) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_custom_gpu_of_no_number_is_not_taken(opened: Opened, value: float) -> None:
     app = opened()
     app.selectbox(key="gpu").set_value("custom").run()
     assert not app.exception and not app.error
-    app.number_input(key="gpu_gib").set_value(float("nan")).run()
+    app.number_input(key="gpu_gib").set_value(value).run()
     assert not app.exception
-    assert "hardware.custom.visible_bytes" in app.error[0].value
+    assert app.error or app.number_input(key="gpu_gib").value == DEFAULTS["gpu_gib"]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_database_that_is_none_is_told_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
 ) -> None:
     broken = tmp_path / "broken.db"
-    broken.write_text("this is no database, but it is long enough to look like a file")
+    broken.write_text("this is no database, but it is long enough to look like a file" * 20)
     monkeypatch.setenv("PEAKMARK_DATABASE_URL", f"sqlite:///{broken}")
     app = opened()
     assert not app.exception

@@ -75,7 +75,7 @@ def test_a_config_survives_the_url_and_a_long_one_is_not_carried() -> None:
     assert state.pack_config(unlike) is None
 
 
-@pytest.mark.parametrize("packed", ["", "A", "not base64 ~", "eJwDAAAAAAE", "x" * 100_000])
+@pytest.mark.parametrize("packed", ["", "A", "not base64 ~", "x" * 100_000])
 def test_a_damaged_config_in_the_url_is_none(packed: str) -> None:
     assert state.unpack_config(packed) is None
 
