@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 
 
 class DatabaseProblem(Exception):  # noqa: N818 - read by people, not an error of ours
@@ -43,10 +43,10 @@ def describe_problem(name: str, error: BaseException) -> DatabaseProblem:
 
 @contextmanager
 def translated(name: str) -> Iterator[None]:
-    """Raise DatabaseProblem instead of a driver's operational error; integrity errors pass."""
+    """Raise DatabaseProblem instead of a driver's error about the place; those about a statement pass."""
     try:
         yield
     except DBAPIError as error:
-        if type(error).__name__ in {"IntegrityError", "ProgrammingError", "DataError"}:
+        if isinstance(error, IntegrityError | ProgrammingError | DataError):
             raise
         raise describe_problem(name, error) from error

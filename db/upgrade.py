@@ -19,6 +19,8 @@ from db.database import connect, display_name, resolve_url, sqlite_file
 from db.problems import DatabaseProblem, translated
 from db.types import now_ms
 
+# Any number that no other program's advisory lock on the same server is likely to have.
+_SERVER_LOCK = 0x7065616B
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
@@ -42,7 +44,7 @@ def upgrade(url: URL, *, scripts: Path = MIGRATIONS) -> None:
         _require_writable(file)
     engine = connect(url, foreign_keys=False)
     try:
-        with _upgrade_lock(file), translated(name):
+        with translated(name), _upgrade_lock(engine, file):
             _upgrade_locked(engine, name, file, scripts)
     finally:
         engine.dispose()
@@ -126,13 +128,16 @@ def _back_up(engine: Engine, file: Path, revision: str) -> None:
 
 
 @contextmanager
-def _upgrade_lock(file: Path | None) -> Iterator[None]:
-    """Let one process migrate an SQLite file at a time; other databases lock their own tables."""
-    if file is None:
-        yield
+def _upgrade_lock(engine: Engine, file: Path | None) -> Iterator[None]:
+    """Let one process migrate a database at a time."""
+    if file is not None:
+        with file.with_name(f"{file.name}.upgrade.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
         return
-    with file.with_name(f"{file.name}.upgrade.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with engine.connect() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(select(func.pg_advisory_xact_lock(_SERVER_LOCK)))
         yield
 
 

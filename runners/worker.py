@@ -144,7 +144,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not 0.05 <= arguments.poll_s <= 60:
         parser.error("--poll-s must be from 0.05 to 60 seconds")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    log.setLevel(logging.INFO)
     try:
         worker = Worker(open_database(), poll_s=arguments.poll_s)
     except (DatabaseProblem, WorkerProblem) as problem:

@@ -20,6 +20,7 @@ from db.problems import DatabaseProblem
 from db.queue import HeldRun, Lease, StaleLease, WorkerIdentity
 from db.types import RunState
 from planner.attached import attached_gpus
+from planner.plan import parse_plan
 from runners.contract import SPEC_FILE, JobSpec, Outcome, World, write_json_atomically
 from runners.launch import job_environment
 from runners.outcome import SUPERVISOR_LOG, Classified, Ending, StoppedBy, classify, read_ending
@@ -58,7 +59,7 @@ def execute_run(place: Workplace, held: HeldRun) -> None:
     """Run one claimed run to its end and store the end; nothing of it is left running."""
     run_id = held.lease.run_id
     try:
-        spec = JobSpec.from_dict(held.spec)
+        spec = _read_spec(held)
         gpu_uuids = _reserve_gpus(place, held.lease, spec)
         execution = RunExecution(place, held.lease, spec, gpu_uuids)
     except (ValueError, TypeError, KeyError) as error:
@@ -74,6 +75,16 @@ def execute_run(place: Workplace, held: HeldRun) -> None:
         log.warning("run %s: the lease was lost, nothing was stored", run_id)
         return
     store(place, held.lease, ended)
+
+
+def _read_spec(held: HeldRun) -> JobSpec:
+    """Return the job to run; raises ValueError (PlanError for its plan) with one sentence."""
+    spec = JobSpec.from_dict(held.spec)
+    if not isinstance(spec.deadline_s, int | float) or not 0 < spec.deadline_s <= MAX_DEADLINE_S:
+        raise ValueError(f"deadline_s is {spec.deadline_s!r}: it must be from 0 to 604800 s")
+    if spec.plan is not None:
+        parse_plan(spec.plan)
+    return spec
 
 
 def _reserve_gpus(place: Workplace, lease: Lease, spec: JobSpec) -> tuple[str, ...] | None:
@@ -108,8 +119,6 @@ class RunExecution:
         self._process = self._start(job_environment(lease.run_id, gpu_uuids))
 
     def _write_files(self, spec: JobSpec) -> None:
-        if not 0 < spec.deadline_s <= MAX_DEADLINE_S:
-            raise ValueError(f"deadline_s is {spec.deadline_s}: it must be from 0 to 604800 s")
         self._directory.mkdir(parents=True, exist_ok=True)
         identity = self._place.identity
         launch = Launch(

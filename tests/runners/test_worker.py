@@ -16,14 +16,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from db import repository
+from db import queue, repository
 from db.database import Database
 from db.engine import open_database
 from db.types import RunState
 from db.views import RunDetail
+from planner.plan import default_plan
+from runners.contract import JobResult, Outcome
+from runners.outcome import Classified
+from runners.process_tree import tagged
+from runners.worker_run import Workplace, store
 
 HERE = Path(__file__).parent
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Bench:
@@ -149,7 +154,10 @@ def test_jobs_that_fail_end_with_their_reason_and_hold_up_no_other(bench: Bench)
 def test_a_spec_that_cannot_be_run_fails_with_its_field(bench: Bench) -> None:
     wrong = bench.queue("done", colour="red")
     late = bench.queue("done", deadline_s=-1)
+    no_plan = bench.queue("done", plan={"schema": 1, "job": "train", "model": "x"})
     bench.drain()
+    assert bench.run(no_plan).summary.state is RunState.FAILED
+    assert "hardware is missing" in (bench.run(no_plan).summary.why or "")
     assert bench.run(wrong).summary.state is RunState.FAILED
     assert "unknown fields: colour" in (bench.run(wrong).summary.why or "")
     assert "deadline_s is -1" in (bench.run(late).summary.why or "")
@@ -270,6 +278,42 @@ def test_a_database_locked_for_seconds_loses_nothing(bench: Bench) -> None:
     assert bench.run(run_id).summary.measured_allocated_bytes == 1234
 
 
+def test_a_result_waits_for_a_full_disk_to_have_room(tmp_path: Path) -> None:
+    database = open_database(str(tmp_path / "peakmark.db"), recorded=None)
+    spec = {"schema": 1, "kind": "attention", "world": "cpu", "attention": {"x": "y" * 5000}}
+    run_id = repository.create_run(database, spec, idempotency_key="a")
+    identity = queue.WorkerIdentity(host="h", pid=1, pid_start_ticks=1)
+    held = queue.claim_next_run(database, identity)
+    assert held is not None
+    looks = []
+
+    def allow_pages(count: int) -> None:
+        with database.write() as session:
+            session.connection().exec_driver_sql(f"PRAGMA max_page_count = {count}")
+
+    def stopping() -> bool:
+        """Asked between two attempts to store: the moment at which someone makes room."""
+        looks.append(repository.list_runs(database)[0].state)
+        allow_pages(10_000)
+        return False
+
+    allow_pages(1)
+    place = Workplace(
+        database=database,
+        identity=identity,
+        command=lambda spec, folder: [],
+        stopping=stopping,
+        poll_s=1.0,
+        grace_s=1.0,
+    )
+    result = JobResult(outcome=Outcome.DONE, measured={"note": "z" * 50_000})
+    store(place, held.lease, Classified(outcome=Outcome.DONE, why=None, result=result))
+    assert looks == [RunState.RUNNING]
+    run = repository.get_run(database, run_id)
+    assert run is not None
+    assert (run.summary.state, run.measured) == (RunState.DONE, {"note": "z" * 50_000})
+
+
 def test_only_one_worker_serves_a_database_on_a_host(bench: Bench) -> None:
     bench.start_worker()
     wait_for(lambda: repository.worker_alive(bench.database))
@@ -302,3 +346,38 @@ def test_the_run_folder_holds_spec_and_ending(bench: Bench) -> None:
     assert json.loads((folder / "spec.json").read_text())["attention"] == {"fake": "done"}
     ending = json.loads((folder / "supervisor.json").read_text())
     assert ending == {"schema": 1, "exit_code": 0, "stopped_by": None, "oom_kills": 0}
+
+
+@pytest.mark.slow
+def test_cancel_ends_the_ranks_that_torchrun_started(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {
+        **default_plan().to_dict(),
+        "model": {
+            "name": "tiny",
+            "config": {
+                "model_type": "llama",
+                "vocab_size": 256,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128,
+            },
+        },
+        "parallelism": {"engine": "peakmark", "zero_stage": 1, "world_size": 2},
+    }
+    plan["workload"] |= {"sequence_length": 32, "attention": "sdpa", "precision": "fp32"}
+    spec = {"schema": 1, "kind": "train_step", "world": "cpu", "plan": plan, "steps": 10_000_000}
+    run_id = repository.create_run(bench.database, spec, idempotency_key="a")
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", f"sqlite:///{bench.file}")
+    bench.workers.append(subprocess.Popen([sys.executable, "-m", "runners.worker"]))
+    events = [bench.folder(run_id) / f"events-rank{rank}.jsonl" for rank in range(2)]
+    wait_for(lambda: all(file.exists() and "phase" in file.read_text() for file in events))
+    # The supervisor, torchrun's agent, and two ranks in sessions of their own.
+    assert len(tagged(run_id)) >= 4
+    assert repository.request_cancel(bench.database, run_id)
+    bench.wait_state(run_id, RunState.CANCELLED)
+    assert tagged(run_id) == set()
