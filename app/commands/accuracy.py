@@ -73,8 +73,10 @@ def overall_rows(report: AccuracyReport) -> Iterator[tuple[str, ...]]:
 
 
 def group_rows(report: AccuracyReport) -> Iterator[tuple[str, ...]]:
-    """Yield one row per group, value and quantity."""
+    """Yield one row per group, value and quantity; a group of one value tells nothing new."""
     for group, values in report.by_group().items():
+        if len(values) < 2:
+            continue
         for value, quantities in values.items():
             for quantity, statistics in quantities.items():
                 yield group, value, quantity, *figures(statistics)

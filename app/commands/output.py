@@ -71,6 +71,8 @@ def describe(error: Exception) -> dict[str, Any] | None:
     # By name: a command that needs neither planner nor database does not pay for their import.
     if type(error).__name__ in {"InputError", "PlanError", "RecordError", "DatabaseProblem"}:
         parts = {name: getattr(error, name, None) for name in ("field", "value", "allowed")}
+        if type(error).__name__ == "DatabaseProblem":
+            parts["field"] = "database"
         return {**parts, "message": str(error)}
     # Typer brings its own copy of click's exceptions in some versions, click itself in others.
     format_message = getattr(error, "format_message", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,10 +63,9 @@ def prove_command(
 
 def submit(database: Database, plan: Plan, world: str | None, deadline_s: float) -> str:
     """Queue the run and return its id; raises InputError when this machine cannot run it."""
-    from planner.predict import predict
-
     from app.proof import job_spec
     from db.repository import create_run
+    from planner.predict import predict
 
     prediction = predict(plan).to_dict()
     place = require_world(plan, prediction, world)
@@ -135,22 +136,35 @@ class Watch:
                 return detail
             if detail.summary.state.value == "queued":
                 self._ensure_worker()
-            show(f"run {self.run_id}: {detail.summary.state.value}")
+            show(progress_line(detail))
             time.sleep(POLL_S)
 
     def _ensure_worker(self) -> None:
-        from db.repository import worker_alive
+        from db.repository import request_cancel, worker_alive
 
         if self.worker is not None and self.worker.poll() is not None:
             code = self.worker.returncode
-            sentence = f"The worker ended with exit code {code} and left run {self.run_id} queued."
+            request_cancel(self.database, self.run_id, who="command line")
+            sentence = (
+                f"The worker ended with exit code {code} before it took run {self.run_id}, which "
+                f"is cancelled: {self._worker_log} says why."
+            )
             raise InputError("worker", code, "a worker that runs", sentence)
         if self.worker is None and not worker_alive(self.database):
-            # Its own session: Ctrl-C asks the run to stop, it must not shoot the worker.
-            self.worker = subprocess.Popen(
+            self.worker = self._start_worker()
+
+    @property
+    def _worker_log(self) -> Path:
+        return self.database.data_directory / "worker.log"
+
+    def _start_worker(self) -> subprocess.Popen[bytes]:
+        with self._worker_log.open("ab") as log:
+            return subprocess.Popen(
                 [sys.executable, "-m", "runners.worker", "--once"],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
+                stdout=log,
+                stderr=log,
+                # Its own session: Ctrl-C asks the run to stop, it must not shoot the worker.
                 start_new_session=True,
             )
 
@@ -179,6 +193,20 @@ class Watch:
         console = Console(stderr=True)
         with console.status(f"run {self.run_id}: queued") as status:
             yield status.update
+
+
+def progress_line(detail: RunDetail) -> str:
+    """Return the state of a run and, while it runs on this host, its last phase."""
+    line = f"run {detail.summary.id}: {detail.summary.state.value}"
+    if detail.run_directory is None:
+        return line
+    try:
+        events = (Path(detail.run_directory) / "events-rank0.jsonl").read_text().splitlines()
+        last = json_module.loads(events[-1])
+    except (OSError, ValueError, IndexError):
+        # Not there yet, or its last line is still being written.
+        return line
+    return f"{line}, {last.get('name') or last.get('event')}"
 
 
 def report(detail: RunDetail, *, as_json: bool) -> None:
