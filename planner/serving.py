@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from planner.families import parameter_shapes
@@ -143,14 +143,25 @@ def _phase_dict(ledger: Iterable[LedgerEntry], phase: str, total_bytes: int) -> 
 
 
 def _components(ledger: Iterable[LedgerEntry], peak: str) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[LedgerEntry]] = {}
     for entry in ledger:
         if peak in entry.phases:
-            row = found.setdefault(
-                entry.component, {"name": entry.component, "bytes": 0, "formula": entry.formula}
-            )
-            row["bytes"] += entry.bytes
-    return list(found.values())
+            found.setdefault(entry.component, []).append(entry)
+    return [
+        {"name": name, "bytes": sum(e.bytes for e in entries), "formula": _formula(entries)}
+        for name, entries in found.items()
+    ]
+
+
+def _formula(entries: list[LedgerEntry]) -> str:
+    """Return one formula for the entries of a component: weights by element type, others added."""
+    if entries[0].component != "parameters":
+        return " + ".join(entry.formula for entry in entries)
+    elements: dict[str, int] = {}
+    for entry in entries:
+        elements[entry.dtype] = elements.get(entry.dtype, 0) + prod(entry.shape) * entry.count
+    stored = " + ".join(f"{count:,} parameters in {dtype}" for dtype, count in elements.items())
+    return f"{stored}, scales included" if len(elements) > 1 else stored
 
 
 def _is_quantised(parameter: ParameterShape) -> bool:

@@ -137,6 +137,18 @@ def test_the_ledger_sums_to_every_total() -> None:
     assert sum(e.bytes for e in cache) == 64 * kv_sequence_bytes(GEMMA, KvDtype.BF16, 8192)
 
 
+def test_a_component_s_formula_speaks_of_all_of_it() -> None:
+    data = memory_of(GEMMA, sequences=2, weights_dtype=WeightsDtype.FP8).to_dict()
+    formulas = {row["name"]: row["formula"] for row in data["components"]}
+    linear = 42 * (2 * 3584 * 4096 + 2 * 3584 * 2048 + 3 * 3584 * 14336)
+    assert f"{linear:,} parameters in fp8" in formulas["parameters"]
+    assert f"{GEMMA.parameters - linear:,} parameters in bf16" in formulas["parameters"]
+    assert "21 layers x 2 sequences x 8,192 tokens" in formulas["kv_cache"]
+    assert "21 layers x 2 sequences x 4,096 tokens" in formulas["kv_cache"]
+    plain = memory_of().to_dict()["components"][0]["formula"]
+    assert plain == "8,030,261,248 parameters in bf16"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([LLAMA, GEMMA, resolve_model("Qwen/Qwen2.5-0.5B")]),
