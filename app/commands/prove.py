@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json as json_module
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,26 +114,37 @@ class Watch:
     run_id: str
     quiet: bool
     worker: subprocess.Popen[bytes] | None = None
+    interrupted: bool = False
 
     def until_finished(self) -> RunDetail:
-        """Wait for the end of the run and return it."""
-        with self._status() as show:
-            try:
-                detail = self._wait(show, None)
-            except KeyboardInterrupt:
-                detail = self._cancel(show)
+        """Wait for the end of the run and return it; Ctrl-C asks the run to stop."""
+        # A flag instead of KeyboardInterrupt, which would cut a database read in two.
+        before = signal.signal(signal.SIGINT, self._on_interrupt)
+        try:
+            with self._status() as show:
+                detail = self._wait(show)
+        finally:
+            signal.signal(signal.SIGINT, before)
         self._leave_worker()
         return detail
 
-    def _wait(self, show: Any, limit_s: float | None) -> RunDetail:
-        from app.commands.runs import require_run
+    def _on_interrupt(self, *_: object) -> None:
+        self.interrupted = True
 
-        started = time.monotonic()
+    def _wait(self, show: Callable[[str], None]) -> RunDetail:
+        from app.commands.runs import require_run
+        from db.repository import request_cancel
+
+        give_up_at: float | None = None
         while True:
             detail = require_run(self.database, self.run_id)
             if detail.summary.finished:
                 return detail
-            if limit_s is not None and time.monotonic() - started > limit_s:
+            if self.interrupted and give_up_at is None:
+                request_cancel(self.database, self.run_id, who="command line")
+                give_up_at = time.monotonic() + CANCEL_WAIT_S
+                continue
+            if give_up_at is not None and time.monotonic() > give_up_at:
                 return detail
             if detail.summary.state.value == "queued":
                 self._ensure_worker()
@@ -168,13 +180,6 @@ class Watch:
                 start_new_session=True,
             )
 
-    def _cancel(self, show: Any) -> RunDetail:
-        from db.repository import request_cancel
-
-        request_cancel(self.database, self.run_id, who="command line")
-        show(f"run {self.run_id}: cancelling")
-        return self._wait(show, CANCEL_WAIT_S)
-
     def _leave_worker(self) -> None:
         """Wait for our own worker to go; one with more runs in the queue goes on by itself."""
         if self.worker is not None:
@@ -184,7 +189,7 @@ class Watch:
                 return
 
     @contextmanager
-    def _status(self) -> Iterator[Any]:
+    def _status(self) -> Iterator[Callable[[str], None]]:
         from rich.console import Console
 
         if self.quiet:
@@ -197,7 +202,8 @@ class Watch:
 
 def progress_line(detail: RunDetail) -> str:
     """Return the state of a run and, while it runs on this host, its last phase."""
-    line = f"run {detail.summary.id}: {detail.summary.state.value}"
+    state = "cancelling" if detail.summary.cancelling else detail.summary.state.value
+    line = f"run {detail.summary.id}: {state}"
     if detail.run_directory is None:
         return line
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -150,10 +151,11 @@ def test_a_worker_that_dies_leaves_no_run_behind_in_the_queue(
 def test_ctrl_c_cancels_the_run(
     run: Run, tiny: tuple[str, ...], worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
+    def press_ctrl_c(_: float) -> None:
+        signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(prove.time, "sleep", interrupt)
+    monkeypatch.setattr(prove.time, "sleep", press_ctrl_c)
+    monkeypatch.setattr(worker, "poll", lambda _: None)
     code, out, _ = run("prove", *tiny, "--json")
     assert code == 1
     assert json.loads(out)["summary"]["state"] == "cancelled"
