@@ -31,6 +31,19 @@ _RECORDED_OUTCOMES = (Outcome.DONE, Outcome.OOM_DEVICE)
 _PROCESSES_AHEAD = 2
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 3
+_MEMORY_COLUMNS = ("allocated_bytes", "reserved_bytes", "device_bytes")
+_SHORT_NAMES = {
+    "engine": "engine",
+    "zero_stage": "stage",
+    "world_size": "N",
+    "sequence_length": "S",
+    "micro_batch": "b",
+    "grad_accumulation": "ga",
+    "attention": "attn",
+    "checkpointing": "ckpt",
+    "optimizer": "opt",
+    "precision": "prec",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +64,9 @@ class Entry:
         if self.spec.plan is None:
             return " ".join(f"{k}={v}" for k, v in (self.spec.attention or {}).items())
         plan = self.spec.plan
-        values = [*plan["workload"].values(), *plan["parallelism"].values()]
-        return " ".join(map(str, [plan["model"].get("preset", "custom"), *values]))
+        values = {**plan["workload"], **plan["parallelism"]}
+        shown = [f"{_SHORT_NAMES[k]}={v}" for k, v in sorted(values.items()) if k in _SHORT_NAMES]
+        return " ".join([plan["model"].get("preset", "custom"), *shown])
 
 
 def read_matrix(path: Path) -> list[Entry]:
@@ -82,8 +96,9 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        is_nested = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(below, value) if is_nested else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = _merge(below, value)
+        merged[key] = value
     return merged
 
 
@@ -205,9 +220,6 @@ def _table_line(entry: Entry, outcome: str, result: JobResult | None) -> str:
     time_s = measured.get("step_time_s")
     cells.append(f"{time_s * 1000:.1f} ms" if time_s else "-")
     return f"{outcome:<10} {' '.join(f'{cell:>11}' for cell in cells)}  {entry.label}"
-
-
-_MEMORY_COLUMNS = ("allocated_bytes", "reserved_bytes", "device_bytes")
 
 
 def recorded_keys(path: Path) -> set[str]:

@@ -132,4 +132,5 @@ def _open_real_group(world: World, launch: Launch) -> None:
     if launch.process_count > 1:
         dist.init_process_group(_BACKENDS[world])
     else:
-        dist.init_process_group(_BACKENDS[world], store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_BACKENDS[world], store=store, rank=0, world_size=1)

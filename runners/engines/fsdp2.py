@@ -60,7 +60,7 @@ class Fsdp2Engine:
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; FSDP2's hooks reduce every micro-batch."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self) -> None:
         """Step the optimizer on the sharded parameters and free their gradients."""
@@ -72,6 +72,7 @@ class Fsdp2Engine:
         return {
             name: parameter.full_tensor().detach().clone()
             for name, parameter in self._model.named_parameters()
+            if isinstance(parameter, DTensor)
         }
 
     def state_bytes(self) -> dict[str, int]:
@@ -105,6 +106,7 @@ class _DefaultAllocation:
         self._collectives = collectives
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised buffer of `size` elements."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 

@@ -28,8 +28,7 @@ def sdpa_backend(
     choice = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    names = {int(member): name for name, member in SDPBackend.__members__.items()}
-    return names[int(choice)].removesuffix("_ATTENTION").lower()
+    return str(SDPBackend(choice).name).removesuffix("_ATTENTION").lower()
 
 
 @contextmanager

@@ -51,8 +51,11 @@ def build_model(plan: Plan) -> nn.Module:
         register()
     config = AutoConfig.for_model(**plan.model.hf_config)
     with torch.device("meta"):
+        # The engine sets the stored precision; a dtype in the config must not.
         model: nn.Module = AutoModelForCausalLM.from_config(
-            config, attn_implementation=_ATTENTION_NAMES[workload.attention]
+            config,
+            attn_implementation=_ATTENTION_NAMES[workload.attention],
+            dtype=torch.float32,
         )
     if workload.checkpointing is Checkpointing.FULL:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

@@ -86,7 +86,7 @@ class ZeroEngine:
         self._awaited = self.groups[::-1]
         self._is_in_backward = True
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         finally:
             self._is_in_backward = False
         self._finish_backward()

@@ -92,9 +92,16 @@ def find_owners(model: nn.Module) -> dict[nn.Parameter, list[Owner]]:
     return owners
 
 
+def _base_model(model: nn.Module) -> nn.Module:
+    """Return the model under the language-modelling head, as transformers names it."""
+    base = model.base_model
+    assert isinstance(base, nn.Module)
+    return base
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers of a Hugging Face causal language model."""
-    for child in model.base_model.children():
+    for child in _base_model(model).children():
         if isinstance(child, nn.ModuleList):
             return child
     raise ValueError(f"{type(model).__name__} has no list of decoder layers in its base model")
@@ -107,7 +114,7 @@ def partition_parameters(model: nn.Module) -> list[Members]:
     final norm alone.
     """
     group_of: dict[nn.Module, str] = {}
-    for child in model.base_model.children():
+    for child in _base_model(model).children():
         if isinstance(child, nn.Embedding):
             group_of[child] = "embedding"
     layers = decoder_layers(model)
@@ -147,7 +154,7 @@ def refill_buffers(model: nn.Module, device: torch.device) -> None:
         if meta:
             model._init_weights(module)  # type: ignore[operator]
         for name in meta:
-            if module._buffers[name].isnan().any():  # type: ignore[union-attr]
+            if module._buffers[name].isnan().any():
                 raise RuntimeError(f"buffer {prefix}.{name} was not filled after a meta build")
 
 

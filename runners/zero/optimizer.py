@@ -10,10 +10,11 @@ from torch import Tensor
 from runners.zero.groups import storage_bytes
 
 SGD_MOMENTUM = 0.9
-_ADAMW_VARIANTS: dict[str, dict[str, bool]] = {
-    "adamw_fused": {"fused": True},
-    "adamw_foreach": {"foreach": True},
-    "adamw_loop": {"foreach": False, "fused": False},
+# (foreach, fused) of each variant; neither is the plain loop over parameters.
+_ADAMW_VARIANTS = {
+    "adamw_fused": (False, True),
+    "adamw_foreach": (True, False),
+    "adamw_loop": (False, False),
 }
 
 
@@ -23,7 +24,8 @@ def build_optimizer(kind: str, tensors: Iterable[Tensor], lr: float) -> torch.op
         return torch.optim.SGD(tensors, lr=lr, momentum=SGD_MOMENTUM)
     if kind not in _ADAMW_VARIANTS:
         raise ValueError(f"optimizer {kind!r} is not one of {', '.join(_ADAMW_VARIANTS)}, sgd")
-    return torch.optim.AdamW(tensors, lr=lr, **_ADAMW_VARIANTS[kind])
+    foreach, fused = _ADAMW_VARIANTS[kind]
+    return torch.optim.AdamW(tensors, lr=lr, foreach=foreach, fused=fused)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
