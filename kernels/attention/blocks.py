@@ -1,4 +1,8 @@
-"""Tile sizes of the attention kernels: a pure choice, tested and compiled without a GPU."""
+"""Tile sizes of the attention kernels: a pure choice, tested and compiled without a GPU.
+
+The tables hold, per head size rounded up, tiles that were compiled with Triton 3.6 and 3.7 and
+inspected with ptxas (tests/kernels/attention/test_compiled.py keeps them honest).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from enum import StrEnum
 
 MAX_HEAD_DIM = 256
 MAX_SHARED_BYTES = 227 * 1024
+# Below this a device gets the portable tiles: consumer cards have 99 KiB, an A100 has 163 KiB.
+LARGE_SHARED_BYTES = 200 * 1024
+FP32_BYTES = 4
 
 
 class Pass(StrEnum):
@@ -34,7 +41,59 @@ class Blocks:
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
-def padded_head_dim(d):
-    return max(64, 1 << (d-1).bit_length())
-def choose_blocks(head_dim, element_bytes, kernel, available):
-    return Blocks(64, 64,4,2)
+
+
+# Hopper tiles stay at 64 or more on every side: 32-wide ones have read outside shared memory there
+# (triton issues 10573 and 11366).
+LARGE = {
+    Pass.FORWARD: {
+        64: Blocks(128, 64, 4, 3),
+        128: Blocks(128, 128, 8, 2),
+        256: Blocks(64, 64, 8, 2),
+    },
+    Pass.KEY_GRADIENT: {
+        64: Blocks(64, 128, 8, 2),
+        128: Blocks(64, 128, 8, 2),
+        256: Blocks(64, 64, 8, 1),
+    },
+    Pass.QUERY_GRADIENT: {
+        64: Blocks(128, 64, 8, 2),
+        128: Blocks(128, 64, 8, 2),
+        256: Blocks(64, 64, 8, 2),
+    },
+}
+PORTABLE = {
+    Pass.FORWARD: {
+        64: Blocks(128, 64, 4, 3),
+        128: Blocks(64, 64, 4, 2),
+        256: Blocks(64, 32, 8, 2),
+    },
+    Pass.KEY_GRADIENT: {
+        64: Blocks(32, 128, 8, 2),
+        128: Blocks(64, 64, 8, 2),
+        256: Blocks(32, 32, 8, 1),
+    },
+    Pass.QUERY_GRADIENT: {
+        64: Blocks(128, 64, 8, 2),
+        128: Blocks(64, 64, 4, 2),
+        256: Blocks(64, 32, 8, 1),
+    },
+}
+# Exact fp32 products run outside the tensor cores; these tiles are for checking, not for speed.
+FP32 = {64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the columns of a tile: the power of two from `head_dim` up, at least 64."""
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}; allowed are 1 to {MAX_HEAD_DIM}")
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def choose_blocks(head_dim: int, element_bytes: int, kernel: Pass, shared_bytes: int) -> Blocks:
+    """Return the tile of `kernel` for a device with `shared_bytes` of shared memory per program."""
+    columns = padded_head_dim(head_dim)
+    if element_bytes == FP32_BYTES:
+        return FP32[columns]
+    table = LARGE if shared_bytes >= LARGE_SHARED_BYTES else PORTABLE
+    return table[kernel][columns]

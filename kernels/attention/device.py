@@ -8,6 +8,8 @@ Causal masks are aligned to the bottom right: query i sees key j when j <= i + S
 int64 wherever a stride meets an index; the last dimension must be contiguous.
 """
 
+# ruff: noqa: N803 (compile-time arguments are upper case, as Triton code has them)
+
 from __future__ import annotations
 
 import triton
@@ -36,13 +38,14 @@ def _load_tile(
     inside_rows = (first + rows)[:, None] < limit
     inside_columns = columns[None, :] < HEAD_DIM
     if CHECK_ROWS and HEAD_DIM != BLOCK_D:
-        return tl.load(pointers, mask=inside_rows & inside_columns, other=0.0)
+        tile = tl.load(pointers, mask=inside_rows & inside_columns, other=0.0)
     elif CHECK_ROWS:
-        return tl.load(pointers, mask=inside_rows, other=0.0)
+        tile = tl.load(pointers, mask=inside_rows, other=0.0)
     elif HEAD_DIM != BLOCK_D:
-        return tl.load(pointers, mask=inside_columns, other=0.0)
+        tile = tl.load(pointers, mask=inside_columns, other=0.0)
     else:
-        return tl.load(pointers)
+        tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
@@ -79,10 +82,10 @@ def _visible(
     queries: tl.tensor, keys: tl.tensor, seq_q: tl.tensor, seq_k: tl.tensor, CAUSAL: tl.constexpr
 ) -> tl.tensor:
     """Return which (query, key) pairs attend; `queries` and `keys` broadcast against each other."""
+    visible = keys < seq_k
     if CAUSAL:
-        return (keys < seq_k) & (keys <= queries + (seq_k - seq_q))
-    else:
-        return keys < seq_k
+        visible = visible & (keys <= queries + (seq_k - seq_q))
+    return visible
 
 
 @triton.jit
@@ -221,7 +224,7 @@ def delta_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """Compute delta = sum over D of out * dout (fp32, B x H x Sq), the softmax backward's row term."""
+    """Compute delta (fp32, B x H x Sq), the row term of the softmax backward: sum of out * dout."""
     num_tiles = tl.cdiv(seq_q, BLOCK_M)
     first = tl.program_id(0) % num_tiles * BLOCK_M
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -265,8 +268,8 @@ def _key_gradient_tile(
     weights = tl.exp2(logits * scale_log2 - lse_log2[None, :])
     if MASKED:
         query_ids = first_query + tl.arange(0, BLOCK_M)
-        key_ids = first_key + tl.arange(0, BLOCK_N)
-        visible = _visible(query_ids[None, :], key_ids[:, None], seq_q, seq_k, True)
+        last_seen_by = first_key - (seq_k - seq_q) + tl.arange(0, BLOCK_N)
+        visible = last_seen_by[:, None] <= query_ids[None, :]
         weights = tl.where(visible, weights, 0.0)
     do = _load_tile(dout, first_query, seq_q, stride_ds, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     dweights = tl.dot(values, tl.trans(do), input_precision="ieee")
@@ -329,7 +332,7 @@ def key_gradient_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if CAUSAL:
-        for member in range(0, group):
+        for member in range(group):
             head = kv_head * group + member
             q_head = q + batch * q_strides[0] + head * q_strides[1]
             do_head = dout + batch * dout_strides[0] + head * dout_strides[1]
@@ -341,7 +344,7 @@ def key_gradient_kernel(
                     q_strides[2], dout_strides[2], seq_q, seq_k, scale * LOG2_E, True,
                     HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
-    for member in range(0, group):
+    for member in range(group):
         head = kv_head * group + member
         q_head = q + batch * q_strides[0] + head * q_strides[1]
         do_head = dout + batch * dout_strides[0] + head * dout_strides[1]

@@ -19,7 +19,14 @@ from kernels.attention.triton import flash_attention
 
 NAME = "peakmark_triton"
 # Arguments by which models and caches ask for another kind of attention than ours.
-FOREIGN_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "block_table", "head_mask")
+FOREIGN_ARGUMENTS = (
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "cu_seq_lens_q",
+    "block_table",
+    "head_mask",
+)
 
 
 def register() -> None:

@@ -12,7 +12,6 @@ The work is done by three custom operators, `peakmark::attention_forward`, `atte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -69,7 +68,7 @@ def flash_attention_with_lse(
 def _autocast(tensor: Tensor) -> Tensor:
     """Cast to the autocast dtype inside an autocast region, as scaled_dot_product_attention does."""
     kind = tensor.device.type
-    if torch.is_autocast_enabled(kind) and tensor.is_floating_point():
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
 
@@ -138,7 +137,9 @@ def _blocks(q: Tensor, kernel: Pass) -> Blocks:
     return choose_blocks(q.shape[-1], q.element_size(), kernel, available)
 
 
-def _launch(kernel: Any, q: Tensor, programs: int, arguments: tuple[Any, ...], **options: Any) -> None:
+def _launch(
+    kernel: Any, q: Tensor, programs: int, arguments: tuple[Any, ...], **options: Any
+) -> None:
     """Run `programs` programs of `kernel` on q's device; `options` are its compile-time arguments."""
     sizes = {"HEAD_DIM": q.shape[-1], "BLOCK_D": padded_head_dim(q.shape[-1])}
     if programs == 0:

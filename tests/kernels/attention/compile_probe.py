@@ -1,0 +1,96 @@
+"""Compile the attention kernels without a GPU and print what ptxas says, as JSON lines.
+
+Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
+kernel:head_dim:block_m:block_n:num_warps:num_stages:arch:dtype:causal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from kernels.attention import device
+from kernels.attention.blocks import padded_head_dim
+
+KERNELS = {
+    "forward": device.forward_kernel,
+    "key_gradient": device.key_gradient_kernel,
+    "query_gradient": device.query_gradient_kernel,
+}
+FLOAT_ARGUMENTS = {"scale", "scale_log2"}
+FP32_POINTERS = {"lse", "delta"}
+
+
+def signature_of(kernel: Any, dtype: str) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Return types and divisibility attributes as a launch on aligned, contiguous tensors has."""
+    signature: dict[str, Any] = {}
+    attributes: dict[Any, Any] = {}
+    divisible = [["tt.divisibility", 16]]
+    for position, name in enumerate(kernel.arg_names):
+        if name.isupper():
+            signature[name] = "constexpr"
+        elif name.endswith("strides"):
+            signature[name] = ("i32", "i32", "i32")
+            attributes.update({(position, part): divisible for part in range(3)})
+        elif name in FLOAT_ARGUMENTS:
+            signature[name] = "fp32"
+        elif name in ("num_heads", "num_kv_heads", "group", "seq_q", "seq_k"):
+            signature[name] = "i32"
+        else:
+            signature[name] = "*fp32" if name in FP32_POINTERS else f"*{dtype}"
+            attributes[(position,)] = divisible
+    return signature, attributes
+
+
+def compile_one(request: str) -> dict[str, Any]:
+    """Compile one request and return registers, spilled bytes and shared memory."""
+    kernel_name, *numbers, dtype, causal = request.split(":")
+    head_dim, block_m, block_n, num_warps, num_stages, arch = map(int, numbers)
+    kernel = KERNELS[kernel_name]
+    constants = {
+        "CAUSAL": causal == "1",
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+    signature, attributes = signature_of(kernel, dtype)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    report = {"request": request, "shared_bytes": compiled.metadata.shared}
+    return report | assemble(compiled.asm["ptx"], arch)
+
+
+def assemble(ptx: str, arch: int) -> dict[str, int]:
+    """Run ptxas on `ptx`; return its registers per thread, spilled bytes and wgmma count."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert spilled and registers, log
+    return {
+        "registers": int(registers[1]),
+        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
+        "wgmma": ptx.count("wgmma.mma_async"),
+    }
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    for argument in sys.argv[1:]:
+        print(json.dumps(compile_one(argument)), flush=True)

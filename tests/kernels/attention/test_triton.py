@@ -1,0 +1,188 @@
+"""flash_attention against float64: shapes, masks, head groups, strides and hard numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention.triton import flash_attention, flash_attention_with_lse
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Check = Callable[..., None]
+Make = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "seqs", [(1, 1), (64, 64), (1, 130), (130, 1), (129, 129), (63, 200), (200, 63), (3, 70)]
+)
+def test_every_length_matches_float64(
+    seqs: tuple[int, int], causal: bool, make_inputs: Make, assert_accurate: Check
+) -> None:
+    assert_accurate(*make_inputs(1, (2, 1), seqs, 64, torch.float16), causal)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_head_size_matches_float64(
+    head_dim: int, dtype: torch.dtype, make_inputs: Make, assert_accurate: Check
+) -> None:
+    assert_accurate(*make_inputs(1, (2, 2), (70, 70), head_dim, dtype), causal=True)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_query_heads_share_key_heads(
+    heads: tuple[int, int], causal: bool, make_inputs: Make, assert_accurate: Check
+) -> None:
+    assert_accurate(*make_inputs(2, heads, (70, 90), 16, torch.float32), causal)
+
+
+@pytest.mark.parametrize("scale", [0.03, 1.0])
+def test_scale_replaces_the_default(
+    scale: float, make_inputs: Make, assert_accurate: Check
+) -> None:
+    assert_accurate(*make_inputs(1, (1, 1), (20, 30), 32), causal=False, scale=scale)
+
+
+def test_contiguous_and_odd_strides_agree(make_inputs: Make, assert_accurate: Check) -> None:
+    q, k, v = make_inputs(2, (2, 2), (40, 40), 32)
+    packed = torch.stack([q, k, v], dim=3).detach().requires_grad_()
+    views = packed.unbind(3)
+    sliced = torch.cat([v, v], dim=2).detach().requires_grad_()[:, :, ::2]
+    assert_accurate(q.contiguous(), views[1], sliced, causal=True)
+
+
+def test_a_last_dimension_that_is_not_contiguous_is_copied(
+    make_inputs: Make, assert_accurate: Check
+) -> None:
+    q, k, v = make_inputs(1, (1, 1), (20, 20), 16)
+    q, k, v = (t.detach().mT.contiguous().mT.requires_grad_() for t in (q, k, v))
+    assert q.stride(-1) != 1
+    assert_accurate(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 70, 1), (1, 1, 1, 16)])
+def test_an_expanded_output_gradient_is_read_by_its_strides(
+    shape: tuple[int, ...], make_inputs: Make, assert_accurate: Check
+) -> None:
+    q, k, v = make_inputs(1, (2, 1), (70, 70), 16)
+    dout = torch.randn(shape, device=DEVICE).expand(1, 2, 70, 16)
+    assert_accurate(q, k, v, causal=True, dout=dout)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_huge_logits_stay_finite(causal: bool, make_inputs: Make, assert_accurate: Check) -> None:
+    # Logits reach 1e5: without the running maximum exp2 overflows at once.
+    assert_accurate(*make_inputs(1, (1, 1), (70, 70), 16, spread=100.0), causal)
+
+
+def test_keys_past_the_end_do_not_overflow_when_all_logits_are_very_negative(
+    make_inputs: Make, assert_accurate: Check
+) -> None:
+    # A tail key read as zero has logit 0, far above every real one: it must not enter the sums.
+    q, k, v = make_inputs(1, (1, 1), (70, 70), 16)
+    q, k = (t.detach().abs().mul(20).requires_grad_() for t in (q, k))
+    k = k.detach().neg().requires_grad_()
+    assert_accurate(q, k, v, causal=False)
+
+
+def test_queries_without_keys_give_zero_and_minus_infinity(make_inputs: Make) -> None:
+    q, k, v = make_inputs(1, (2, 1), (70, 5), 16)
+    out, lse = flash_attention_with_lse(q, k, v, causal=True)
+    assert (out[:, :, :65] == 0).all()
+    assert (lse[:, :, :65] == -torch.inf).all()
+    assert lse[:, :, 65:].isfinite().all()
+    grads = torch.autograd.grad(out.square().sum() + lse[:, :, 65:].sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][:, :, :65] == 0).all()
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(0, 5), (5, 0), (0, 0)])
+def test_empty_sequences_are_allowed(seq_q: int, seq_k: int, make_inputs: Make) -> None:
+    q, k, v = make_inputs(1, (2, 1), (seq_q, seq_k), 16)
+    out, lse = flash_attention_with_lse(q, k, v, causal=False)
+    assert out.shape == q.shape
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    assert all((grad == 0).all() for grad in grads)
+
+
+def test_values_behind_the_views_do_not_leak(make_inputs: Make, assert_accurate: Check) -> None:
+    def inside_nan(tensor: Tensor) -> Tensor:
+        batch, heads, seq, head_dim = tensor.shape
+        padded = torch.full((batch, heads, seq + 70, head_dim + 8), torch.nan, device=DEVICE)
+        padded[:, :, :seq, :head_dim] = tensor.detach()
+        return padded[:, :, :seq, :head_dim].requires_grad_()
+
+    q, k, v = (inside_nan(tensor) for tensor in make_inputs(2, (2, 1), (70, 70), 24))
+    assert_accurate(q, k, v, causal=True)
+    assert_accurate(q, k, v, causal=False)
+
+
+def test_the_log_sum_exp_is_differentiable(make_inputs: Make) -> None:
+    from kernels.attention.reference import reference_attention
+
+    q, k, v = make_inputs(1, (2, 1), (20, 70), 16)
+    weight = torch.randn(1, 2, 20, device=DEVICE)
+
+    def gradients(out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out.square().sum() + (lse * weight).sum(), (q, k, v))
+
+    ours = gradients(*flash_attention_with_lse(q, k, v, causal=True))
+    exact = gradients(*reference_attention(q, k, v, causal=True))
+    for grad, expected in zip(ours, exact, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_lie_in_memory_as_batch_sequence_head(make_inputs: Make) -> None:
+    q, k, v = make_inputs(2, (4, 2), (9, 9), 16)
+    out = flash_attention(q, k, v, causal=True)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(t.transpose(1, 2).is_contiguous() for t in (out, *grads))
+
+
+def test_results_repeat_to_the_last_bit(make_inputs: Make) -> None:
+    q, k, v = make_inputs(2, (4, 2), (130, 130), 16)
+
+    def run() -> tuple[Tensor, ...]:
+        out = flash_attention(q, k, v, causal=True)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    first, second = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((3, 1, 5, 16), (2**30, 80, 16, 1)),
+        ((1, 3, 5, 16), (80, 2**30, 16, 1)),
+        ((1, 1, 3, 16), (80, 80, 2**30, 1)),
+        ((1, 1, 66, 16), (80, 80, 2**25, 1)),
+    ],
+    ids=["batch", "head", "row in a tile", "first row of a tile"],
+)
+def test_offsets_past_two_to_the_31_are_exact(
+    shape: tuple[int, ...], strides: tuple[int, ...], tmp_path: Any, assert_accurate: Check
+) -> None:
+    # Each stride fits an int32 and its product with an index does not. The file stays sparse.
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    size = reach + 3 * 4096
+    if DEVICE == "cuda":
+        storage = torch.zeros(size, dtype=torch.float16, device=DEVICE)
+    else:
+        path = str(tmp_path / "storage")
+        storage = torch.from_file(path, shared=True, size=size, dtype=torch.float16)
+    tensors = [storage.as_strided(shape, strides, part * 4096) for part in range(4)]
+    for tensor in tensors:
+        tensor.copy_(torch.randn(shape))
+    q, k, v, dout = tensors
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+    assert_accurate(q, k, v, causal=True, dout=dout)
