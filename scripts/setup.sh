@@ -46,6 +46,7 @@ target=.
 if [ "${1:-}" = dev ]; then
   target='.[dev]'
 fi
+echo "peakmark: installing into .venv (the first time takes a few minutes: torch is large)"
 .venv/bin/python -m pip install -q -e "$target"
 touch .venv/.installed
 if [ "${1:-}" = dev ]; then
