@@ -236,6 +236,7 @@ class _Tally:
             return
         try:
             plan = parse_plan(row.spec["plan"])
+            prediction = predict(plan).to_dict()
         except PlanError as error:
             self.not_predicted[row.id] = str(error)
             return
@@ -244,7 +245,6 @@ class _Tally:
             self.counts["other"] += 1
             return
         self.counts[row.role.value] += 1
-        prediction = predict(plan).to_dict()
         self._judge_verdict(row, prediction["verdict"]["state"])
         if row.outcome == DONE:
             groups = groups_of(plan, workload, row)

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = os.environ.get("PEAKMARK_CHROMIUM", "/usr/bin/chromium")
 START_TIMEOUT_S = 90.0
 
 

@@ -5,13 +5,14 @@ python tests/browser/screenshots.py http://127.0.0.1:8501 FOLDER [RUN_ID]
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = os.environ.get("PEAKMARK_CHROMIUM", "/usr/bin/chromium")
 CHROMIUM_ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
