@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from planner.units import KIB_BYTES, MIB_BYTES
 from runners.contract import RESULT_FILE, SCHEMA, JobResult, Outcome
 
 STDOUT_FILE = "stdout.log"
@@ -17,8 +18,8 @@ STDERR_FILE = "stderr.log"
 SUPERVISOR_LOG = "supervisor.log"
 ENDING_FILE = "supervisor.json"
 
-_TAIL_BYTES = 64 * 1024
-_MAX_RESULT_BYTES = 64 * 1024 * 1024
+_TAIL_BYTES = 64 * KIB_BYTES
+_MAX_RESULT_BYTES = 64 * MIB_BYTES
 _MAX_WHY_CHARACTERS = 500
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from planner.hardware import Gpu
-from planner.units import MIB_BYTES
+from planner.units import KIB_BYTES, MIB_BYTES
 
 # cuBLAS keeps one workspace per thread that multiplies: the main thread and autograd's. Sizes by
 # compute capability: aten/src/ATen/cuda/CUDABlas.cpp, parseChosenWorkspaceSize (torch 2.11):
 # 4096 KiB x 8 = 32 MiB on Hopper and newer, 4096 x 2 + 16 x 8 KiB before.
 _WORKSPACES = 2
 _HOPPER_WORKSPACE_BYTES = 32 * MIB_BYTES
-_OLDER_WORKSPACE_BYTES = 8 * MIB_BYTES + 128 * 1024
+_OLDER_WORKSPACE_BYTES = 8 * MIB_BYTES + 128 * KIB_BYTES
 # Measured on an H200 (driver 580, torch 2.11+cu130): bytes in use outside torch after the first
 # matrix product, 684.8 MiB.
 _CONTEXT_BYTES = 718_077_952
