@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from app.components.header import show_header
+from app.components.problems import told_in_one_sentence
 
 SIDEBAR_WIDTH_PX = 370
 
@@ -56,6 +57,7 @@ page = st.navigation(
     position="top",
 )
 header = st.container()
-page.run()
-with header:
+with told_in_one_sentence():
+    page.run()
+with header, told_in_one_sentence():
     show_header(page.title)

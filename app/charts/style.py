@@ -80,7 +80,7 @@ def base_figure(height_px: int, **layout: Any) -> go.Figure:
     figure = go.Figure()
     figure.update_layout(
         height=height_px,
-        margin={"l": 8, "r": 12, "t": 16, "b": 8},
+        margin={"l": 8, "r": 12, "t": 24, "b": 8},
         legend={
             "orientation": "h",
             "yref": "container",
@@ -98,14 +98,17 @@ def base_figure(height_px: int, **layout: Any) -> go.Figure:
     return figure
 
 
-def add_capacity_line(figure: go.Figure, capacity: float, label: str, axis: str) -> None:
-    """Draw the capacity of the GPU across the figure, on axis "x" or "y"."""
-    line = {"line_dash": "dash", "line_color": VERDICT_COLOURS["does_not_fit"], "line_width": 2}
-    note = {"annotation_text": label, "annotation_font_size": 12}
-    if axis == "x":
-        figure.add_vline(x=capacity, annotation_position="top left", **line, **note)
-    else:
-        figure.add_hline(y=capacity, annotation_position="top left", **line, **note)
+def add_capacity_line(figure: go.Figure, capacity: float, label: str) -> None:
+    """Draw the capacity of the GPU as an upright line with its label above the bars."""
+    figure.add_vline(
+        x=capacity,
+        line_dash="dash",
+        line_color=VERDICT_COLOURS["does_not_fit"],
+        line_width=2,
+        annotation_text=label,
+        annotation_position="top",
+        annotation_font_size=12,
+    )
 
 
 def axis_unit(largest_bytes: float, unit: str) -> tuple[int, str]:

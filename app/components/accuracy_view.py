@@ -9,20 +9,27 @@ import streamlit as st
 
 from app import services
 from app.charts.proof import residual_strip_figure
+from app.charts.style import words
 from app.components.figure import show_figure, show_table
 from app.components.problems import told_in_one_sentence
 
 GROUP_LABELS = (
+    "architecture",
     "engine",
     "stage",
     "world size",
-    "architecture",
     "attention",
     "checkpointing",
     "precision",
     "world",
     "gpu",
 )
+STATISTICS: Mapping[str, str] = {
+    "mean_percent": "signed mean %",
+    "mean_absolute_percent": "mean absolute %",
+    "p90_percent": "p90 %",
+    "worst_percent": "worst %",
+}
 
 
 def show_accuracy_page() -> None:
@@ -73,17 +80,15 @@ def _quantities(report: Mapping[str, Any]) -> None:
         "measured."
     )
     lines = [
-        {
-            "quantity": quantity,
-            "n": found["n"],
-            "signed mean %": round(found["mean_percent"], 2),
-            "mean absolute %": round(found["mean_absolute_percent"], 2),
-            "p90 %": round(found["p90_percent"], 2),
-            "worst %": round(found["worst_percent"], 2),
-        }
+        {"quantity": words(quantity), **_statistics(found)}
         for quantity, found in report["quantities"].items()
     ]
     show_table(lines, key="quantities")
+
+
+def _statistics(found: Mapping[str, Any]) -> dict[str, Any]:
+    named = {label: round(found[key], 2) for key, label in STATISTICS.items()}
+    return {"n": found["n"], **named}
 
 
 def _strips(report: Mapping[str, Any]) -> None:
@@ -92,7 +97,11 @@ def _strips(report: Mapping[str, Any]) -> None:
     known = {name for residual in residuals for name in residual["groups"]}
     with st.container(horizontal=True):
         quantity = st.segmented_control(
-            "Quantity", quantities, default=quantities[0], required=True, key="accuracy_quantity"
+            "Quantity",
+            quantities,
+            default=quantities[0],
+            required=True,
+            key="accuracy_quantity",
         )
         group = st.selectbox(
             "Grouped by", [name for name in GROUP_LABELS if name in known], key="accuracy_group"
@@ -111,7 +120,7 @@ def _strips(report: Mapping[str, Any]) -> None:
     show_figure(
         residual_strip_figure(points),
         key="residual_strips",
-        title=f"Error of {quantity} bytes by {group}",
+        title=f"Error of {words(quantity)} by {group}",
         caption="One dot per stored measurement; to the right, the prediction was too high.",
         rows=points,
     )
@@ -121,7 +130,7 @@ def _strips(report: Mapping[str, Any]) -> None:
 
 def _group_lines(values: Mapping[str, Any], quantity: str) -> list[dict[str, Any]]:
     return [
-        {"value": value, **{key: round(number, 2) for key, number in found[quantity].items()}}
+        {"value": value, **_statistics(found[quantity])}
         for value, found in values.items()
         if quantity in found
     ]

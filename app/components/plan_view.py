@@ -63,7 +63,9 @@ def _answer(plan: Plan, prediction: Mapping[str, Any]) -> None:
     if plan.job == "train":
         left, right = st.columns([3, 2])
         with left:
-            show_verdict(prediction, chosen)
+            too_big = prediction["verdict"]["state"] == "does_not_fit"
+            changes = services.changes_that_fit(plan) if too_big else None
+            show_verdict(prediction, chosen, changes)
         with right, told_in_one_sentence():
             show_proof_box(plan, prediction, chosen)
     else:

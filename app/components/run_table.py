@@ -68,6 +68,7 @@ def show_runs() -> None:
             hide_index=True,
             on_select="rerun",
             selection_mode="single-row",
+            placeholder="",
             height=min(620, 38 + 35 * len(runs)),
             alt="Runs, newest first",
         )
@@ -90,15 +91,16 @@ def run_row(run: Mapping[str, Any], chosen_unit: str) -> dict[str, Any]:
     """Return a run as a line of the table."""
     words = services.run_words(run)
     predicted, measured = words["predicted_bytes"], words["measured_bytes"]
+    both = predicted and measured
     return {
         "state": ("cancelling" if run["cancelling"] else str(run["state"])).replace("_", " "),
-        "model": run["model_name"] or str(run["kind"]),
-        "plan": words["plan"],
-        "world": str(run["world"]),
-        "counter": words["counter"],
+        "model": str(run["model_name"] or run["kind"]).rsplit("/", 1)[-1],
         "predicted": None if predicted is None else size_text(predicted, chosen_unit),
-        "measured": None if not measured else size_text(measured, chosen_unit),
-        "error %": round(error_percent(predicted, measured), 2) if predicted and measured else None,
+        "measured": size_text(measured, chosen_unit) if measured else None,
+        "error %": round(error_percent(predicted, measured), 2) if both else None,
+        "counter": words["counter"],
+        "world": str(run["world"]),
+        "plan": words["plan"],
         "started": clock(run["started_at_ms"] or run["created_at_ms"]),
         "duration": duration(run),
         "run": run["id"],

@@ -123,7 +123,7 @@ def _show_error(run: Mapping[str, Any]) -> None:
         return
     st.warning(
         "Out of memory: this is a result. Below, what the allocator said when it gave up.",
-        icon=":material/memory_alert:",
+        icon=":material/warning:",
     )
     numbers = {key: value for key, value in error.items() if key.endswith("_bytes")}
     if numbers:
@@ -143,7 +143,8 @@ def _show_error(run: Mapping[str, Any]) -> None:
 def _show_comparison(run: Mapping[str, Any]) -> None:
     chosen, world = unit(), str(run["summary"]["world"])
     rows = comparison_rows(run["prediction"], run["measured"], world)
-    _measured_metrics(run)
+    if run["measured"].get("step_time_s"):
+        _measured_metrics(run)
     if rows:
         with_errors = [
             {
@@ -196,8 +197,7 @@ def _measured_metrics(run: Mapping[str, Any]) -> None:
     measured, prediction = run["measured"], run["prediction"] or {}
     speed = prediction.get("throughput") or {}
     with metric_row():
-        if measured.get("step_time_s"):
-            st.metric("Measured step time", format_seconds(measured["step_time_s"]))
+        st.metric("Measured step time", format_seconds(measured["step_time_s"]))
         if measured.get("tokens_per_s"):
             st.metric("Measured tokens per second", format_count(measured["tokens_per_s"]))
         if speed.get("step_time_s") and str(run["summary"]["world"]) in ("nccl", "solo"):

@@ -11,8 +11,12 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from app import services
+from app.components.problems import OUR_FAULT
 from app.state import DEFAULTS
-from planner.plan import default_plan
+from db.measurements import StoredResult, store_result
+from db.queue import WorkerIdentity, claim_next_run
+from db.types import RunState
+from planner.plan import Plan, default_plan
 
 Opened = Callable[..., AppTest]
 
@@ -21,6 +25,11 @@ def texts(app: AppTest) -> str:
     """All visible prose of a page."""
     shown = [*app.markdown, *app.caption, *app.error, *app.info, *app.warning]
     return "\n".join(str(element.value) for element in shown)
+
+
+def broken(app: AppTest) -> bool:
+    """Whether a page failed by a fault of ours instead of telling what is wrong."""
+    return bool(app.exception) or any(error.value == OUR_FAULT for error in app.error)
 
 
 def charts(app: AppTest) -> list[dict[str, object]]:
@@ -66,7 +75,7 @@ def test_a_plan_that_cannot_be_is_told_in_one_sentence(
     opened: Opened, query: dict[str, str], sentence: str
 ) -> None:
     app = opened(**query)
-    assert not app.exception
+    assert not broken(app)
     assert len(app.error) == 1 and sentence in app.error[0].value
 
 
@@ -87,7 +96,7 @@ def test_a_plan_that_cannot_be_is_told_in_one_sentence(
 )
 def test_a_broken_url_never_breaks_the_page(opened: Opened, query: dict[str, str]) -> None:
     app = opened(**query)
-    assert not app.exception
+    assert not broken(app)
 
 
 @pytest.mark.parametrize("key", ["seq", "micro_batch", "gpus", "grad_accumulation"])
@@ -95,7 +104,7 @@ def test_a_broken_url_never_breaks_the_page(opened: Opened, query: dict[str, str
 def test_a_number_beyond_its_limits_is_not_taken(opened: Opened, key: str, value: int) -> None:
     app = opened()
     app.number_input(key=key).set_value(value).run()
-    assert not app.exception
+    assert not broken(app)
     assert app.number_input(key=key).value == DEFAULTS[key]
 
 
@@ -105,7 +114,7 @@ def test_a_custom_gpu_of_no_number_is_not_taken(opened: Opened, value: float) ->
     app.selectbox(key="gpu").set_value("custom").run()
     assert not app.exception and not app.error
     app.number_input(key="gpu_gib").set_value(value).run()
-    assert not app.exception
+    assert not broken(app)
     assert app.error or app.number_input(key="gpu_gib").value == DEFAULTS["gpu_gib"]
 
 
@@ -127,7 +136,7 @@ def test_a_custom_gpu_of_no_number_is_not_taken(opened: Opened, value: float) ->
 def test_a_bad_config_is_told_in_one_sentence(opened: Opened, text: str) -> None:
     app = opened(source="config")
     app.text_area(key="config_text").set_value(text).run()
-    assert not app.exception
+    assert not broken(app)
     assert app.error
 
 
@@ -207,7 +216,7 @@ def test_a_queued_run_can_be_seen_and_cancelled(opened: Opened) -> None:
     app.button(key=f"cancel_{run_id}").click().run()
     assert str(services.run_lines()[0]["state"]) == "cancelled"
     app.switch_page("app_pages/runs.py").run()
-    assert not app.exception
+    assert not broken(app)
     assert app.dataframe[0].value.iloc[0]["state"] == "cancelled"
 
 
@@ -236,17 +245,78 @@ def test_every_preset_has_a_small_proof(preset: str) -> None:
     assert small.parallelism.world_size == 2
 
 
+def finished(plan: Plan, result: StoredResult) -> str:
+    """Queue a run of `plan` on one GPU and end it with `result`, as a worker would."""
+    run_id = services.submit_proof(plan, "solo", result.state)
+    held = claim_next_run(
+        services.database(), WorkerIdentity(host="here", pid=1, pid_start_ticks=1)
+    )
+    assert held is not None
+    store_result(services.database(), held.lease, result)
+    return run_id
+
+
+def test_a_measured_run_stands_beside_its_prediction(opened: Opened) -> None:
+    memory = services.prediction_of(default_plan())["memory"]
+    before = services.accuracy()["rows"]["evidence"]
+    peak = {"peak_allocated_bytes": 40 * 2**30, "end_allocated_bytes": 0}
+    measured = {
+        "allocated_bytes": 40 * 2**30,
+        "reserved_bytes": 44 * 2**30,
+        "device_bytes": 45 * 2**30,
+        "phases": {"forward": peak, "backward": peak, "optimizer": peak},
+    }
+    result = StoredResult(
+        state=RunState.DONE, measured=measured, environment={"gpu": {"name": "H200"}}
+    )
+    run_id = finished(default_plan(), result)
+    app = opened(run=run_id)
+    app.switch_page("app_pages/run.py").run()
+    assert not broken(app) and not app.error
+    predicted, seen = charts(app)[0]["data"]
+    assert (predicted["name"], seen["name"]) == ("predicted", "measured")
+    assert list(seen["x"]) == [40, 44, 45]
+    assert predicted["x"][0] * 2**30 == pytest.approx(memory["allocated_bytes"])
+    app.switch_page("app_pages/accuracy.py").run()
+    assert not broken(app)
+    assert f"{before + 1} measurements as evidence" in texts(app)
+
+
+def test_running_out_of_memory_is_a_result_with_the_allocators_numbers(opened: Opened) -> None:
+    error = {"type": "OutOfMemoryError", "message": "tried 8 GiB", "requested_bytes": 8 * 2**30}
+    run_id = finished(
+        default_plan(),
+        StoredResult(state=RunState.OOM_DEVICE, measured={}, environment={}, error=error),
+    )
+    app = opened(run=run_id)
+    app.switch_page("app_pages/run.py").run()
+    assert not broken(app)
+    assert {metric.label: metric.value for metric in app.metric}["requested"] == "8.00 GiB"
+    assert "**refutes** the prediction" in texts(app)
+    app.switch_page("app_pages/accuracy.py").run()
+    assert "False “fits”: " in app.error[0].value
+
+
+def test_a_plan_that_does_not_fit_offers_a_change_that_does(opened: Opened) -> None:
+    app = opened(attention="eager")
+    assert "DOES NOT FIT" in texts(app)
+    app.button(key="change_attention sdpa").click().run()
+    assert not broken(app) and not app.error
+    assert app.session_state["attention"] == "sdpa"
+    assert "FITS" in app.markdown[0].value or "FITS" in texts(app)
+
+
 def test_a_database_that_is_none_is_told_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Opened
 ) -> None:
-    broken = tmp_path / "broken.db"
-    broken.write_text("this is no database, but it is long enough to look like a file" * 20)
-    monkeypatch.setenv("PEAKMARK_DATABASE_URL", f"sqlite:///{broken}")
+    file = tmp_path / "broken.db"
+    file.write_text("this is no database, but it is long enough to look like a file" * 20)
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", f"sqlite:///{file}")
     app = opened()
-    assert not app.exception
+    assert not broken(app)
     for page in ("runs", "accuracy"):
         app.switch_page(f"app_pages/{page}.py").run()
-        assert not app.exception
+        assert not broken(app)
         assert "not an SQLite database" in app.error[0].value
 
 
@@ -262,6 +332,6 @@ def test_a_locked_database_is_told_in_one_sentence(
         holder.execute("BEGIN IMMEDIATE")
         app.button(key="prove_small").click().run()
         holder.execute("ROLLBACK")
-    assert not app.exception
+    assert not broken(app)
     assert any("locked" in error.value for error in app.error)
     services._database.clear()
