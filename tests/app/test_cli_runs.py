@@ -161,6 +161,25 @@ def test_ctrl_c_cancels_the_run(
     assert json.loads(out)["summary"]["state"] == "cancelled"
 
 
+def test_progress_shows_the_last_phase_of_the_job(run: Run, tmp_path: Path) -> None:
+    database = open_database(str(tmp_path / "peakmark.db"))
+    spec = {"schema": 1, "kind": "train_step", "world": "cpu", "plan": {}}
+    run_id = create_run(database, spec, idempotency_key="a")
+    held = queue.claim_next_run(database, WORKER)
+    assert held is not None
+    queue.record_process(
+        database, held.lease, pid=1, pid_start_ticks=1, run_directory=str(tmp_path)
+    )
+    detail = get_run(database, run_id)
+    assert detail is not None
+    assert prove.progress_line(detail) == f"run {run_id}: running"
+    events = tmp_path / "events-rank0.jsonl"
+    events.write_text('{"event": "start"}\n{"event": "phase", "name": "warmup"}\n')
+    assert prove.progress_line(detail) == f"run {run_id}: running, warmup"
+    events.write_text('{"event": "start"}\n{"event": "pha')
+    assert prove.progress_line(detail) == f"run {run_id}: running"
+
+
 def test_a_live_worker_is_used_and_none_started(
     run: Run, tiny: tuple[str, ...], worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
