@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import streamlit as st
 
+from app.proof import job_spec
 from db import repository
 from db.database import Database, resolve_url
 from db.engine import open_database
@@ -22,7 +22,7 @@ from planner.accuracy import accuracy_report, compare
 from planner.attached import AttachedGpu, attached_gpus
 from planner.config_input import parse_config_text, spec_from_config
 from planner.errors import PlanError
-from planner.hardware import gpu_presets
+from planner.hardware import Gpu, gpu_presets
 from planner.hub import fetch_hub_config
 from planner.paper import paper_table
 from planner.plan import Plan, parse_plan, plan_hash
@@ -40,8 +40,6 @@ GRID_WORLDS = tuple(2**power for power in range(11))
 LOG_TAIL_BYTES = 20_000
 OWN_LOGS = ("stdout.log", "stderr.log", "supervisor.log")
 RANK_LOGS = "ranks/**/std*.log"
-# Of the host's free memory, the share that a run on the CPU may take.
-HOST_SHARE = 0.8
 SMALL_PROOF_CONFIG: Mapping[str, int] = {
     "num_hidden_layers": 2,
     "hidden_size": 256,
@@ -63,7 +61,7 @@ def gpu_rows() -> list[dict[str, Any]]:
     return [_gpu_row(gpu) for gpu in gpu_presets()]
 
 
-def _gpu_row(gpu: Any) -> dict[str, Any]:
+def _gpu_row(gpu: Gpu) -> dict[str, Any]:
     return {
         "id": gpu.id,
         "name": gpu.name,
@@ -245,16 +243,6 @@ def zero_paper_rows(name: str, parameters: int) -> list[dict[str, Any]]:
     return [asdict(row) for row in paper_table({name: parameters})]
 
 
-def host_memory_needed_bytes(prediction: Mapping[str, Any], ranks: int) -> int:
-    """Estimate what `ranks` processes on the CPU hold together: the predicted peak of each."""
-    return int(prediction["memory"]["allocated_bytes"]) * ranks
-
-
-def host_memory_free_bytes() -> int:
-    """Return the memory that this host can give without swapping."""
-    return int(psutil.virtual_memory().available * HOST_SHARE)
-
-
 def small_proof(plan: Plan) -> Plan:
     """Return a plan of the same choices that any host can run: two narrow layers, two ranks."""
     document = plan.to_dict()
@@ -290,23 +278,6 @@ def _database(url: str) -> Database:
 def worker_alive() -> bool:
     """Say whether a worker showed a sign of life lately."""
     return repository.worker_alive(database())
-
-
-def job_spec(plan: Plan, world: str) -> dict[str, Any]:
-    """Return the job spec that proves a training plan in `world`."""
-    return {
-        "schema": 1,
-        "kind": "train_step",
-        "world": world,
-        "plan": plan.to_dict(),
-        "attention": None,
-        "rank": 0,
-        "warmup": 2,
-        "steps": 5,
-        "seed": 0,
-        "device": None,
-        "deadline_s": 1800.0,
-    }
 
 
 def submit_proof(plan: Plan, world: str, idempotency_key: str) -> str:
@@ -410,7 +381,7 @@ def accuracy() -> dict[str, Any]:
     return _accuracy(json.dumps([row["id"] for row in rows]), rows)
 
 
-@st.cache_data(max_entries=4, show_spinner="Predicting every stored measurement")
+@st.cache_data(max_entries=4, show_spinner=False)
 def _accuracy(digest: str, _rows: list[dict[str, Any]]) -> dict[str, Any]:
     checked = []
     for row in _rows:

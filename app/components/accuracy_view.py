@@ -35,7 +35,8 @@ STATISTICS: Mapping[str, str] = {
 def show_accuracy_page() -> None:
     """Draw the errors of today's predictions over every stored measurement."""
     with told_in_one_sentence():
-        report = services.accuracy()
+        with st.spinner("Predicting every stored measurement"):
+            report = services.accuracy()
         _false_verdicts(report)
         if not report["residuals"]:
             _say_that_there_is_nothing(report["rows"])

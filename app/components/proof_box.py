@@ -10,6 +10,7 @@ import streamlit as st
 
 from app import services
 from app.charts.style import size_text
+from app.proof import host_memory_free_bytes, host_memory_needed_bytes
 from planner.plan import Plan
 
 WORLD_HELP = (
@@ -55,7 +56,7 @@ def possible_worlds(gpus: int, world_size: int) -> tuple[str, ...]:
     """Return the worlds in which a plan can run beside `gpus` attached GPUs, the best first."""
     if gpus == 0:
         return ("cpu",)
-    whole = ("nccl",) if gpus >= world_size > 1 else ()
+    whole = ("nccl",) if gpus >= world_size else ()
     return (*whole, "solo", "shared", "cpu")
 
 
@@ -66,8 +67,8 @@ def _too_big_for_host(
     if world != "cpu":
         return None
     ranks = plan.parallelism.world_size
-    needed = services.host_memory_needed_bytes(prediction, ranks)
-    free = services.host_memory_free_bytes()
+    needed = host_memory_needed_bytes(prediction, ranks)
+    free = host_memory_free_bytes()
     if needed <= free:
         return None
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import log2
 
 import streamlit as st
@@ -132,7 +133,13 @@ def _choice(key: str, label: str, options: tuple[str, ...], help: str | None = N
     st.selectbox(label, names, index=index, key=key, bind="query-params", help=help)
 
 
-def _segments(key: str, label: str, options: tuple, help_text: str, on_change=None) -> None:
+def _segments(
+    key: str,
+    label: str,
+    options: Sequence[str] | Sequence[int],
+    help_text: str,
+    on_change: Callable[[], None] | None = None,
+) -> None:
     st.segmented_control(
         label,
         [option if isinstance(option, int) else str(option) for option in options],
