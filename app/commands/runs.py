@@ -130,7 +130,8 @@ def export_command(
     from app.commands.store import stored_rows
 
     with opened_database() as database:
-        rows = [row for row in stored_rows(database) if row.outcome in ("done", "oom_device")]
+        rows = stored_rows(database, made_here=True)
+    rows = [row for row in rows if row.outcome in ("done", "oom_device")]
     try:
         with file.open("w", encoding="utf-8") as target:
             target.writelines(json_module.dumps(row.to_dict()) + "\n" for row in rows)

@@ -23,9 +23,13 @@ def opened_database() -> Iterator[Database]:
         database.close()
 
 
-def stored_rows(database: Database) -> list[RecordedRow]:
-    """Return every measurement of the database as a recorded row."""
+def stored_rows(database: Database, *, made_here: bool = False) -> list[RecordedRow]:
+    """Return the measurements of the database as recorded rows: all, or those made here."""
     from db.measurements import measurements
+    from db.types import Origin
     from planner.records import parse_row
 
-    return [parse_row(seen.to_row()) for seen in measurements(database)]
+    found = measurements(database)
+    return [
+        parse_row(seen.to_row()) for seen in found if not made_here or seen.origin is Origin.HERE
+    ]
