@@ -107,6 +107,7 @@ def add_capacity_line(figure: go.Figure, capacity: float, label: str) -> None:
         line_width=2,
         annotation_text=label,
         annotation_position="top",
+        annotation_xanchor="right",
         annotation_font_size=12,
     )
 
