@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -37,7 +38,7 @@ def job_spec(plan: Plan, world: str, *, deadline_s: float = 1800.0) -> dict[str,
     }
 
 
-def host_memory_needed_bytes(prediction: dict[str, Any], ranks: int) -> int:
+def host_memory_needed_bytes(prediction: Mapping[str, Any], ranks: int) -> int:
     """Estimate what `ranks` processes on the CPU hold together: the predicted peak of each."""
     return int(prediction["memory"]["allocated_bytes"]) * ranks
 

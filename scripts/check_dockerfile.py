@@ -23,7 +23,7 @@ STAND_IN = (
 )
 # What must hold in the end, for the image's user: init, compiler, Triton's headers, the product.
 PROOF = (
-    "command -v tini gcc",
+    "command -v tini && command -v gcc",
     "su peakmark -s /bin/sh -c 'cd /srv/peakmark && touch /data/probe"
     " && /opt/image-python/bin/peakmark plan --json > /dev/null"
     " && /opt/image-python/bin/python -m runners.worker --help > /dev/null'",
