@@ -221,7 +221,7 @@ def _single_changes(document: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     """Return (part, key, value) of every change that may save memory, one at a time."""
     workload, parallelism = document["workload"], document["parallelism"]
     worlds = [parallelism["world_size"] * factor for factor in (2, 4, 8)]
-    choices = [
+    choices: list[tuple[str, str, list[Any]]] = [
         ("workload", "attention", ["sdpa"]),
         ("workload", "checkpointing", ["full"]),
         ("workload", "micro_batch", [workload["micro_batch"] // 2 or 1, 1]),
@@ -309,7 +309,12 @@ def run_words(run: Mapping[str, Any]) -> dict[str, Any]:
 @st.cache_data(max_entries=4000, show_spinner=False)
 def _run_words(url: str, run_id: str, state: str) -> dict[str, Any]:
     detail = repository.get_run(database(), run_id)
-    words = {"plan": "", "counter": None, "predicted_bytes": None, "measured_bytes": None}
+    words: dict[str, Any] = {
+        "plan": "",
+        "counter": None,
+        "predicted_bytes": None,
+        "measured_bytes": None,
+    }
     if detail is None or detail.plan is None:
         return words
     words["plan"] = plan_line(detail.plan)

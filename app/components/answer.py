@@ -93,8 +93,9 @@ def _heat_map(plan: Plan, unit: str) -> None:
 def _attention(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
     curves = services.attention_curves(plan)
     capacity_bytes = prediction["verdict"]["capacity_bytes"]
+    sequence_length = prediction["plan"]["workload"]["sequence_length"]
     show_figure(
-        attention_figure(curves, capacity_bytes, plan.workload.sequence_length, unit),
+        attention_figure(curves, capacity_bytes, sequence_length, unit),
         key="attention_curves",
         title="Attention kernel × sequence length",
         caption="Predicted device bytes per GPU at the peak, all else as planned. Eager stores the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import streamlit as st
 
@@ -15,7 +15,9 @@ UNTITLED_PAGES = ("Plan", "Run")
 
 def current_values() -> dict[str, Any]:
     """Return what the plan's widgets hold, on whichever page they are."""
-    return state.values_from(st.session_state, st.query_params)
+    # A mapping in all but its type: its keys may also be numbers.
+    widgets = cast("Mapping[str, Any]", st.session_state)
+    return state.values_from(widgets, st.query_params)
 
 
 def unit() -> str:
