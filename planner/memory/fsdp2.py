@@ -54,12 +54,12 @@ class Fsdp2States:
         low = precision in (Precision.MIXED, Precision.BF16)
         self._compute = _BF16_BYTES if low else _FP32_BYTES
         self._stored, self._state = sizes.parameter, sizes.state * state_count(optimizer)
-        self._layers, self._tied = spec.num_layers, spec.tie_word_embeddings
+        self._layers = spec.num_layers
         self._reshards, self._accumulates = stage == 3, accumulates
         shapes = group_shapes(spec)
         units = {"layer": shapes["layer"], "root": shapes["embedding"] + shapes["head"]}
         self._numel = {name: row_shards(rows, 1) for name, rows in units.items()}
-        self._tied_numel = row_shards(shapes["embedding"], 1) if self._tied else 0
+        self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
         self._embedding_numel = row_shards(shapes["embedding"], 1)
         self.shard = {name: row_shards(rows, world_size) for name, rows in units.items()}
         self._padded = {name: shard * world_size for name, shard in self.shard.items()}

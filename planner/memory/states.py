@@ -124,8 +124,9 @@ class PeakmarkStates:
     ) -> None:
         self._bytes = Precisions.of(precision, Engine.PEAKMARK)
         self._stage, self._accumulates = stage, accumulates
-        self._layers, self._tied = spec.num_layers, spec.tie_word_embeddings
+        self._layers = spec.num_layers
         numels = group_numels(spec)
+        self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
         self.shard = {n: _ceil_div(numel, world_size) for n, numel in numels.items()}
         self.padded = {n: shard * world_size for n, shard in self.shard.items()}
         self._states, self._temporaries = state_count(optimizer), optimizer_temporaries(optimizer)
@@ -158,6 +159,10 @@ class PeakmarkStates:
         return {
             "gathered": self._gathered(position) * self._bytes.parameter,
             "gradients": self._gradients(position) * self._bytes.gradient,
+            # Autograd holds the head's share of a tied weight until the embedding's joins it.
+            "temporary": (position in BACKWARD_POSITIONS[1:])
+            * self._tied_numel
+            * self._bytes.gradient,
         }
 
     def _gathered(self, position: str) -> Any:
@@ -179,10 +184,7 @@ class PeakmarkStates:
             return 0
         after_loss = position != "loss_backward"
         sizes = self.shard if self._stage >= 2 else self.padded
-        held = done * sizes["layer"] + after_loss * sizes["head"]
-        if self._tied and after_loss:
-            held = held + self.padded["embedding"]  # complete only after the embedding's backward
-        return held
+        return done * sizes["layer"] + after_loss * sizes["head"]
 
     def flat(self, position: str) -> tuple[Any, ...]:
         """Bytes of the flat gradient that begins in `position`, per entry of FLAT_GROUPS.
@@ -192,8 +194,6 @@ class PeakmarkStates:
         if self._accumulates and self._stage < 2:
             return (0, 0, 0)
         sizes = [self.padded[name.removeprefix("flat_")] for name in FLAT_GROUPS]
-        if self._tied and position == "embed_backward" and not self._accumulates:
-            sizes[0] = 0 * sizes[0]  # begun by the head, counted in `at`
         return tuple(size * self._bytes.gradient for size in sizes)
 
     def at_section_end(self, position: str) -> Parts:

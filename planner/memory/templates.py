@@ -82,19 +82,20 @@ def template_versions(family: str) -> dict[str, str]:
     return {"transformers": data["transformers"], "torch": data["torch"]}
 
 
-def attention_variant(spec: ModelSpec, attention: str, sequence_length: int) -> str:
+def attention_variant(spec: ModelSpec, attention: str, compute: str, sequence_length: int) -> str:
     """The traced attention variant that a model runs at a sequence length.
 
     transformers gives SDPA a mask, and expands K and V for it, once a sliding window is not longer
     than the sequence (`masking_utils._ignore_causal_mask_sdpa`); eager attention and masked SDPA
-    copy K and V unless every query head has its own.
+    copy K and V unless every query head has its own. In fp32, SDPA has no fused kernel for grouped
+    heads and keeps the scores.
     """
     variant = attention
     window = spec.sliding_window
     if attention == "sdpa" and window and any(spec.sliding_layers) and sequence_length >= window:
         variant = "sdpa_masked"
-    copies_heads = variant in ("eager", "sdpa_masked") and spec.family != "gpt2"
-    if copies_heads and spec.num_heads == spec.num_kv_heads:
+    told_apart = variant in ("eager", "sdpa_masked") or (variant, compute) == ("sdpa", "fp32")
+    if told_apart and spec.family != "gpt2" and spec.num_heads == spec.num_kv_heads:
         variant += "_mha"
     return variant
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from planner.memory.states import BACKWARD_POSITIONS, Parts
-from planner.memory.templates import COMPONENTS, FLAT_GROUPS, Floats, Moments, monomial_values
+from planner.memory.templates import COMPONENTS, FLAT_GROUPS, Moments, monomial_values
 from planner.model import ModelSpec
 
 OPTIMIZER_STEP = "optimizer"
@@ -95,7 +95,7 @@ class Timeline:
         inner = spec.num_layers - 2
         values = monomial_values(spec, moments.monomials, micro_batch, sequence_length)
         forms = moments.constant + inner * moments.per_inner
-        self._live: Floats = np.tensordot(forms, values, axes=1)
+        self._live: Any = np.tensordot(forms, values, axes=1)
         self._live_total: Any = self._live.sum(axis=1)
         self._persistent = states.persistent()
         self._engine_totals: dict[tuple[str, int, bool], Any] = {}

@@ -86,9 +86,9 @@ def _phase_row(name: str, moment: Moment) -> dict[str, Any]:
 
 def template_key(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) -> str:
     """The key of the traced template that a workload runs; `mixed` computes in bf16."""
-    attention = attention_variant(spec, str(workload.attention), sequence_length)
     mixed = workload.precision is Precision.MIXED
     compute = "bf16" if mixed else str(workload.precision)
+    attention = attention_variant(spec, str(workload.attention), compute, sequence_length)
     return "/".join((attention, compute, str(workload.checkpointing)))
 
 

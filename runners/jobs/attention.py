@@ -88,19 +88,19 @@ def parse_attention(given: Mapping[str, Any] | None) -> tuple[AttentionShape, st
 def measure_attention(session: JobSession) -> None:
     """Measure every kernel of the spec; fills `session.measured`."""
     shape, dtype, kernels = parse_attention(session.spec.attention)
-    with session.device_held():
-        problem = _draw_problem(shape, _DTYPES[dtype], session.device, session.spec.seed)
-        references = _References(problem)
-        rows: dict[str, Any] = {}
-        session.measured["kernels"] = rows
-        for kernel in kernels:
-            session.events.phase("kernel", kernel=kernel)
-            rows[kernel] = _measure_kernel(kernel, problem, references)
-        _compare_to_sdpa(rows)
-        session.measured["attention_backend"] = f"sdpa:{_chosen_backend(problem)}"
-        session.measured["host_bytes"] = host_peak_bytes()
-        if session.device.type == "cuda":
-            session.measured["device_bytes"] = device_used_bytes(session.device)
+    session.take_device()
+    problem = _draw_problem(shape, _DTYPES[dtype], session.device, session.spec.seed)
+    references = _References(problem)
+    rows: dict[str, Any] = {}
+    session.measured["kernels"] = rows
+    for kernel in kernels:
+        session.events.phase("kernel", kernel=kernel)
+        rows[kernel] = _measure_kernel(kernel, problem, references)
+    _compare_to_sdpa(rows)
+    session.measured["attention_backend"] = f"sdpa:{_chosen_backend(problem)}"
+    session.measured["host_bytes"] = host_peak_bytes()
+    if session.device.type == "cuda":
+        session.measured["device_bytes"] = device_used_bytes(session.device)
 
 
 def _draw_problem(

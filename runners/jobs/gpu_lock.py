@@ -6,8 +6,7 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -17,16 +16,14 @@ def lock_path(gpu_name: str) -> Path:
     return Path(tempfile.gettempdir()) / f"peakmark-gpu-{safe}.lock"
 
 
-@contextmanager
-def hold_gpus(gpu_names: Sequence[str]) -> Iterator[None]:
-    """Wait for all the named GPUs and hold them; the kernel releases them if the process dies.
+def take_gpus(gpu_names: Sequence[str]) -> None:
+    """Wait for all the named GPUs and hold them until this process ends.
 
-    Always locked in sorted order, so that two runs over several GPUs cannot wait for each other.
+    Not a context: the next run must not start while this one's memory is still on the card, and
+    the driver frees that only when the process is gone. Always locked in sorted order, so that two
+    runs over several GPUs cannot wait for each other.
     """
-    with ExitStack() as stack:
-        for name in sorted(gpu_names):
-            # Readable and writable by all: any user's run on this machine takes the same lock.
-            descriptor = os.open(lock_path(name), os.O_RDWR | os.O_CREAT, 0o666)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+    for name in sorted(gpu_names):
+        # Readable and writable by all: any user's run on this machine takes the same lock.
+        descriptor = os.open(lock_path(name), os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

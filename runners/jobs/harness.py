@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,12 +27,13 @@ from runners.contract import (
     write_json_atomically,
 )
 from runners.environment import capture_environment, device_baseline_bytes, visible_gpu_name
-from runners.jobs.gpu_lock import hold_gpus
+from runners.jobs.gpu_lock import take_gpus
 from runners.worlds import Launch, choose_device
 
 _TRACEBACK_LINES = 12
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)")
 _UNIT_BYTES = {"bytes": 1, "KiB": KIB_BYTES, "MiB": MIB_BYTES, "GiB": GIB_BYTES}
+_SETTLE_INTERVAL_S, _STABLE_READINGS, _MAX_SETTLE_READINGS = 0.2, 3, 50
 _HOST_OOM_TEXT = "can't allocate memory"
 
 
@@ -64,11 +65,9 @@ class JobSession:
     events: EventLog
     measured: dict[str, Any] = field(default_factory=dict)
 
-    @contextmanager
-    def device_held(self) -> Iterator[None]:
-        """Hold the run's GPUs and note what was in use on this process's before it came."""
+    def take_device(self) -> None:
+        """Take the run's GPUs for good and note what was in use on this process's before."""
         if self.device.type != "cuda":
-            yield
             return
         index = self.device.index or 0
         names: list[str] = []
@@ -77,10 +76,25 @@ class JobSession:
             indices = range(torch.cuda.device_count()) if is_nccl else [index]
             names = [visible_gpu_name(i) for i in indices]
         self.events.emit("waiting_for_device")
-        with hold_gpus(names):
-            self.events.emit("device_held")
-            self.measured["device_baseline_bytes"] = device_baseline_bytes(index)
-            yield
+        take_gpus(names)
+        self.events.emit("device_held")
+        self.measured["device_baseline_bytes"] = _settled_baseline_bytes(index)
+
+
+def _settled_baseline_bytes(index: int) -> int | None:
+    """What is in use on the GPU once the run before has left it: the driver frees it late."""
+    lowest = device_baseline_bytes(index)
+    if lowest is None:
+        return None
+    stable_readings = 0
+    for _ in range(_MAX_SETTLE_READINGS):
+        time.sleep(_SETTLE_INTERVAL_S)
+        reading = device_baseline_bytes(index) or 0
+        stable_readings = stable_readings + 1 if reading >= lowest else 0
+        lowest = min(lowest, reading)
+        if stable_readings == _STABLE_READINGS:
+            break
+    return lowest
 
 
 def run_job(kind: JobKind, measure: Callable[[JobSession], None]) -> int:

@@ -133,16 +133,14 @@ def measure_training(session: JobSession) -> None:
     session.events.phase("build")
     model = build_model(plan)
     parallelism = plan.parallelism
-    with (
-        session.device_held(),
-        open_world(
-            spec.world,
-            world_size=parallelism.world_size,
-            rank=spec.rank,
-            launch=session.launch,
-            device=session.device,
-        ) as world,
-    ):
+    session.take_device()
+    with open_world(
+        spec.world,
+        world_size=parallelism.world_size,
+        rank=spec.rank,
+        launch=session.launch,
+        device=session.device,
+    ) as world:
         session.events.phase("init")
         trainer = Trainer(plan, model, world, spec.seed)
         _warm_up(session, trainer, workload)

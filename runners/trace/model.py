@@ -64,10 +64,12 @@ def variants(family: str) -> list[Variant]:
         attentions.append("eager_mha")
     if family in WINDOWED:
         attentions += ["sdpa_masked", "sdpa_masked_mha"]
+    kinds = [(a, compute) for a in attentions for compute in ("bf16", "fp32", "autocast")]
+    if "sdpa" in attentions and family != "gpt2":
+        kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
     return [
         Variant(family, attention, compute, checkpointing)
-        for attention in attentions
-        for compute in ("bf16", "fp32", "autocast")
+        for attention, compute in kinds
         for checkpointing in ("none", "full")
     ]
 

@@ -65,9 +65,18 @@ def fused_sdpa(
     """Stand in for `scaled_dot_product_attention` on a CUDA device.
 
     A boolean mask becomes an additive one of the query's dtype and is kept
-    (aten/src/ATen/native/transformers/attention.cpp, convert_boolean_attn_mask).
+    (aten/src/ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). No fused kernel
+    takes fp32 with grouped heads (cuDNN and flash are 16-bit, memory-efficient has no grouped
+    heads: sdp_utils.cpp), so that case computes and keeps the scores.
     """
     query, key, value = _to_autocast(query, key, value)
+    if query.dtype == torch.float32 and query.shape[1] != key.shape[1]:
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
+        out: torch.Tensor = math(
+            query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=True
+        )[0]
+        return out
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     return _fused_attention(query, key, value, attn_mask)
@@ -114,18 +123,20 @@ class _GroupedProduct(torch.autograd.Function):
     """`grouped_mm` without its alignment rules, which prime dimensions cannot meet."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights)
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, ends)
         return rows.new_empty(rows.shape[0], weights.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        rows, weights = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weights)
+        rows, weights, _ = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights), None
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = _GroupedProduct.apply(rows.to(weights.dtype), weights)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _GroupedProduct.apply(rows.to(weights.dtype), weights, offs)  # type: ignore[no-untyped-call]
     return out
 
 

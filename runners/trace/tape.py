@@ -71,11 +71,11 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in KERNEL_TEMPORARIES:
-            self._temporary(str(func), KERNEL_TEMPORARIES[func](*args))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, str(func))
+        if func in KERNEL_TEMPORARIES:  # alive beside the output
+            self._temporary(str(func), KERNEL_TEMPORARIES[func](*args))
         return out
 
     def _see(self, tensor: torch.Tensor, op: str) -> None:

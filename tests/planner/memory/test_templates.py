@@ -1,0 +1,165 @@
+"""The traced templates against hand counts and against what real modules save on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planner.config_input import spec_from_config
+from planner.memory.templates import (
+    COMPONENTS,
+    attention_variant,
+    load_moments,
+    load_saved,
+    monomial_values,
+)
+from planner.model import ModelSpec
+from planner.presets import resolve_model
+
+BATCH, SEQ, LAYERS = 2, 24, 3
+COMMON = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+TINY = {
+    "llama": COMMON,
+    "mistral": COMMON | {"sliding_window": None},
+    "qwen2": COMMON,
+    "qwen3": COMMON | {"head_dim": 16},
+    "phi3": COMMON,
+    "olmo2": COMMON,
+    "gemma2": COMMON | {"head_dim": 16, "sliding_window": 64},
+    "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {
+        "vocab_size": 101,
+        "n_embd": 48,
+        "n_head": 6,
+        "n_inner": 80,
+        "n_layer": LAYERS,
+        "n_positions": 64,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def tiny_spec(family: str) -> ModelSpec:
+    return spec_from_config({"model_type": family, **TINY[family]}, name=f"tiny {family}")
+
+
+def predicted_saved_bytes(spec: ModelSpec, key: str) -> int:
+    saved = load_saved(spec.family, key)
+    values = monomial_values(spec, tuple(t.monomial for t in saved), BATCH, SEQ)
+    counts = {"layer": spec.num_layers - 2}
+    return round(
+        sum(
+            value * tensor.coefficient_bytes * counts.get(tensor.section, 1)
+            for tensor, value in zip(saved, values, strict=True)
+        )
+    )
+
+
+def really_saved_bytes(spec: ModelSpec) -> int:
+    """Bytes of the distinct storages that autograd keeps, less parameters and inputs."""
+    config = AutoConfig.for_model(**spec.hf_config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    tokens = torch.randint(spec.vocab_size, (BATCH, SEQ))
+    given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    given.add(tokens.untyped_storage().data_ptr())
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=tokens, labels=tokens, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_saved_bytes_equal_what_the_real_module_saves(family: str) -> None:
+    spec = tiny_spec(family)
+    variant = attention_variant(spec, "eager", "fp32", SEQ)
+    predicted = predicted_saved_bytes(spec, f"{variant}/fp32/none")
+    real = really_saved_bytes(spec)
+    # The trace also holds what is alive without being saved: the loss, positions, rotary tables.
+    alive_unsaved_bytes = 8 * SEQ * (spec.head_dim + BATCH * 4) + 64
+    assert real <= predicted <= real + alive_unsaved_bytes
+
+
+def test_an_inner_llama_layer_keeps_the_bytes_counted_by_hand() -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B")
+    moments = load_moments("llama", "sdpa/bf16/none", "kept")
+    values = monomial_values(spec, moments.monomials, 1, 1)
+    row = moments.position.index("loss")
+    per_layer = dict(zip(COMPONENTS, moments.per_inner[row] @ values, strict=True))
+    # Per token: two norms of (fp32 copy 4h, 1/rms 4, normalised 2h, scaled 2h); Q, output 2 B x
+    # 4096 each; K, V 2 B x 1024 each; logsumexp 4 B x 32; gate, silu, up, product 2 B x 14336 each.
+    by_hand = 2 * (8 * 4096 + 4) + 4 * 4096 + 4 * 1024 + 4 * 32 + 8 * 14336
+    assert by_hand == 200_840
+    assert sum(per_layer.values()) == by_hand
+    assert per_layer["activations"] == by_hand
+
+
+def test_full_checkpointing_keeps_one_layer_input_per_layer() -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B")
+    moments = load_moments("llama", "sdpa/bf16/full", "kept")
+    values = monomial_values(spec, moments.monomials, 1, 1)
+    per_layer = moments.per_inner[moments.position.index("loss")] @ values
+    assert per_layer.sum() == 2 * 4096
+
+
+def test_eager_attention_keeps_two_bf16_and_one_fp32_score_matrix_at_most() -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B")
+    moments = load_moments("llama", "eager/bf16/none", "kept")
+    column = moments.monomials.index("batch*seq*seq*kv_heads*group")
+    attention = COMPONENTS.index("attention")
+    per_layer = moments.per_inner[moments.position.index("loss"), attention, column]
+    # softmax runs in fp32 and saves its output (4 B); the bf16 probabilities feed the product (2 B).
+    assert per_layer == 6
+    assert spec.num_heads == 32
+
+
+def test_the_loss_backward_peaks_at_12_bytes_per_token_and_vocabulary_entry() -> None:
+    moments = load_moments("llama", "sdpa/bf16/none", "kept")
+    column = moments.monomials.index("batch*seq*vocab")
+    rows = [i for i, p in enumerate(moments.position) if p == "loss_backward"]
+    assert max(moments.constant[rows][:, :, column].sum(axis=1)) == 12
+
+
+@pytest.mark.parametrize(
+    ("attention", "compute", "length", "expected"),
+    [
+        ("sdpa", "bf16", 4095, "sdpa"),
+        ("sdpa", "bf16", 4096, "sdpa_masked"),
+        ("eager", "bf16", 8192, "eager"),
+        ("triton", "bf16", 100, "triton"),
+    ],
+)
+def test_a_window_masks_sdpa_once_the_sequence_reaches_it(
+    attention: str, compute: str, length: int, expected: str
+) -> None:
+    spec = resolve_model("mistralai/Mistral-7B-v0.1")
+    assert attention_variant(spec, attention, compute, length) == expected
+
+
+def test_models_without_grouped_heads_have_their_own_variants() -> None:
+    spec = resolve_model("meta-llama/Llama-2-7b-hf")
+    assert attention_variant(spec, "eager", "bf16", 512) == "eager_mha"
+    assert attention_variant(spec, "sdpa", "fp32", 512) == "sdpa_mha"
+    assert attention_variant(spec, "sdpa", "bf16", 512) == "sdpa"
+
+
+def test_gpt2_is_never_told_apart_by_grouping() -> None:
+    spec = resolve_model("openai-community/gpt2")
+    assert attention_variant(spec, "eager", "fp32", 512) == "eager"

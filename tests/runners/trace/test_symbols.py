@@ -1,0 +1,40 @@
+"""Reading dimensions out of element counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from runners.trace.symbols import HEAD_DIM, HIDDEN, PRIMES, dims, factor
+
+BATCH, SEQ, VOCAB = PRIMES["batch"], PRIMES["seq"], PRIMES["vocab"]
+
+
+@pytest.mark.parametrize(
+    ("numel", "expected"),
+    [
+        (BATCH * SEQ * VOCAB, ("batch*seq*vocab", 1)),
+        (3 * HIDDEN, ("hidden", 3)),
+        (BATCH * SEQ * PRIMES["kv_heads"] * HEAD_DIM, ("batch*seq*kv_heads*half_head_dim", 2)),
+        (BATCH * SEQ * SEQ, ("batch*seq*seq", 1)),
+        (BATCH * (SEQ + 1), ("batch*seq", 1)),
+        (HIDDEN * HIDDEN, ("hidden*hidden", 1)),
+        (7, ("", 7)),
+    ],
+)
+def test_an_element_count_factors_into_its_dimensions(
+    numel: int, expected: tuple[str, int]
+) -> None:
+    monomial, coefficient = factor(numel)
+    assert (sorted(monomial.split("*")), coefficient) == (
+        sorted(expected[0].split("*")),
+        expected[1],
+    )
+
+
+def test_a_shape_is_named_dimension_by_dimension() -> None:
+    assert dims((BATCH, SEQ, HIDDEN, 5)) == ["batch", "seq", "hidden", "5"]
+
+
+def test_a_count_that_is_no_product_of_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not factor"):
+        factor(PRIMES["hidden_per_head"])
