@@ -1,6 +1,6 @@
 """Record a matrix of job specs on this machine's GPU: `python -m runners.record MATRIX OUT`.
 
-Each spec runs in a fresh process. The next processes already import and build their models while
+Each spec runs in fresh processes. The next processes already import and build their models while
 one runs; the GPU lock lets one at a time through. A row is appended as soon as its result is
 there, and specs whose row is in OUT already are passed over, so a cut-off recording goes on where
 it stopped.
@@ -26,6 +26,7 @@ from planner.records import Kind, RecordedRow, Role, row_id
 from planner.units import format_bytes
 from runners.contract import RESULT_FILE, SPEC_FILE, JobResult, JobSpec, Outcome
 from runners.launch import job_command, num_ranks
+from runners.process_tree import TAG_VARIABLE, kill_run
 
 _RECORDED_OUTCOMES = (Outcome.DONE, Outcome.OOM_DEVICE)
 _PROCESSES_AHEAD = 2
@@ -84,8 +85,7 @@ def read_matrix(path: Path) -> list[Entry]:
         role = Role(merged.pop("role", Role.EVIDENCE))
         try:
             spec = JobSpec.from_dict({"schema": 1, **merged})
-            if num_ranks(spec) > 1:
-                raise ValueError("it needs several processes; a matrix holds one-process runs")
+            num_ranks(spec)
             entries.append(Entry(spec, role))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path.name}: run {number}: {error}") from error
@@ -111,8 +111,12 @@ class _Run:
         directory.mkdir(parents=True)
         (directory / SPEC_FILE).write_text(json.dumps(entry.spec.to_dict()))
         self._log = (directory / "log").open("w")
+        self._tag = f"record-{os.getpid()}-{directory.name}"
         self._process = subprocess.Popen(
-            job_command(entry.spec, directory), stdout=self._log, stderr=subprocess.STDOUT
+            job_command(entry.spec, directory),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, TAG_VARIABLE: self._tag},
         )
         self._held_since: float | None = None
 
@@ -129,8 +133,8 @@ class _Run:
         return held_since is not None and time.monotonic() - held_since > deadline_s
 
     def stop(self) -> None:
-        """End the process and its record."""
-        self._process.kill()
+        """End the process, its ranks (torchrun's do not die with it) and its record."""
+        kill_run(self._tag, below=self._process.pid)
         self._process.wait()
         self._log.close()
 

@@ -63,8 +63,8 @@ def test_a_run_is_laid_over_its_defaults(tmp_path: Path) -> None:
         ({"kind": "decode", "world": "cpu"}, "m.json: run 1: 'decode' is not a valid JobKind"),
         ({"kind": "attention", "colour": 1}, "run 1: job spec has unknown fields: colour"),
         (
-            {"kind": "train_step", "world": "cpu", "plan": {"parallelism": {"world_size": 2}}},
-            "run 1: it needs several processes",
+            {"kind": "train_step", "world": "cpu", "plan": {"parallelism": {"world_size": 99}}},
+            "run 1: the world cpu starts every rank on this machine: world_size is 99",
         ),
     ],
 )
@@ -94,6 +94,35 @@ def test_runs_become_rows_and_are_not_repeated(tmp_path: Path) -> None:
     [row] = read_file(out)
     assert row.measured["kernels"]["sdpa"]["outcome"] == "done"
     assert recorded_keys(out) == {entries[0].key}
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_recorded(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+    }
+    plan = {
+        "schema": 1,
+        "job": "train",
+        "model": {"config": config, "name": "tiny"},
+        "workload": {"sequence_length": 8},
+        "parallelism": {"zero_stage": 1, "world_size": 2},
+        "hardware": {"preset": "h200"},
+    }
+    run = {"kind": "train_step", "world": "cpu", "steps": 1, "plan": plan}
+    out = tmp_path / "rows.jsonl"
+    recorder = Recorder(out, tmp_path / "work", budget_s=200.0)
+    recorder.run(read_matrix(_write_matrix(tmp_path / "m.json", [run])))
+    assert recorder.counts == {"done": 1, "not_run": 0}
+    [row] = read_file(out)
+    assert [rank["rank"] for rank in row.measured["per_rank"]] == [0, 1]
 
 
 def test_the_budget_ends_what_runs_and_counts_the_rest(tmp_path: Path) -> None:
