@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from planner.errors import PlanError
+from planner.memory.overheads import NCCL_OVERHEAD
 from planner.plan import Plan, TrainingWorkload, parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
@@ -165,10 +166,7 @@ def compare(
 
     On the CPU, where device counters are null, the bytes of the training state are compared.
     """
-    pairs = [
-        (name, prediction["memory"].get(f"{name}_bytes"), measured.get(f"{name}_bytes"))
-        for name in MEMORY_QUANTITIES
-    ]
+    pairs = _memory_pairs(prediction["memory"], measured, world)
     if world == "cpu":
         pairs = _state_pairs(prediction, measured)
     # A rank alone does not communicate: its step is a whole one only when the plan has one rank.
@@ -182,6 +180,21 @@ def compare(
         for name, ours, seen in pairs
         if ours is not None and seen
     ]
+
+
+def _memory_pairs(
+    memory: Mapping[str, Any], measured: Mapping[str, Any], world: str
+) -> list[tuple[str, float | None, float | None]]:
+    """Pair the counters of one rank; ranks that share a GPU see one another's device bytes."""
+    predicted = {name: memory.get(f"{name}_bytes") for name in MEMORY_QUANTITIES}
+    if world == "shared":
+        predicted["device"] = None
+    if world == "solo" and predicted["device"] is not None:
+        # A rank alone has no communicator.
+        predicted["device"] -= sum(
+            row["bytes"] for row in memory.get("overheads", ()) if row["name"] == NCCL_OVERHEAD
+        )
+    return [(name, ours, measured.get(f"{name}_bytes")) for name, ours in predicted.items()]
 
 
 def _state_pairs(

@@ -8,6 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from planner.families import parameter_shapes
+from planner.memory.overheads import CONTEXT_BYTES
 from planner.model import ModelSpec, ParameterShape
 from planner.plan import KvDtype, ServingWorkload, WeightsDtype, flat_dict
 from planner.units import MIB_BYTES
@@ -28,9 +29,6 @@ PREFILL_CHUNK_TOKENS = 2048
 _ACTIVATION_ELEMENT_BYTES = 2
 _INT4_GROUP = 128
 
-# Outside torch on an H200 (torch 2.11+cu130) once the first product has run: CUDA context and
-# loaded kernels. Measured: 753,729,536 B in use less 35,651,584 B reserved.
-CONTEXT_BYTES = 718_077_952
 _SEGMENT_BYTES = 2 * MIB_BYTES
 
 

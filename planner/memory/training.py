@@ -129,7 +129,7 @@ def training_memory(
     return TrainingMemory(
         peak=peak,
         by_phase=by_phase,
-        overheads=Overheads.of(round(peak.total_bytes)),
+        overheads=Overheads.of(round(peak.total_bytes), parallelism.world_size),
         entries=ledger.entries(spec, workload, parallelism, states, peak, key),
         formulas=ledger.formulas(spec, workload, parallelism, peak),
     )
@@ -162,7 +162,7 @@ def training_grid(
     allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
         np.int64
     ) + workspace_bytes(hardware)
-    over = Overheads.of(allocated_bytes)
+    over = Overheads.of(allocated_bytes, worlds)
     return {
         "allocated_bytes": allocated_bytes,
         "reserved_bytes": over.reserved_bytes,

@@ -225,3 +225,29 @@ def test_recorded_rows_are_within_the_committed_bounds() -> None:
     bounds = json.loads((RECORDED / "bounds.json").read_text())
     assert rows, "recorded/ holds no rows"
     assert breaches(accuracy_report(rows), bounds) == []
+
+
+def _memory_quantities(world: str) -> dict[str, float]:
+    overheads = [{"name": "context", "bytes": 10}, {"name": "nccl", "bytes": 5}]
+    memory = {
+        "allocated_bytes": 100,
+        "reserved_bytes": 110,
+        "device_bytes": 125,
+        "overheads": overheads,
+    }
+    prediction = {
+        "memory": memory,
+        "plan": {"parallelism": {"world_size": 2}},
+        "throughput": {"step_time_s": 1.0},
+    }
+    measured = {"allocated_bytes": 100, "reserved_bytes": 110, "device_bytes": 120}
+    return {c.quantity: c.predicted for c in compare(prediction, measured, world)}
+
+
+def test_a_rank_alone_is_not_charged_for_a_communicator() -> None:
+    assert _memory_quantities("nccl")["device"] == 125
+    assert _memory_quantities("solo")["device"] == 120
+
+
+def test_ranks_that_share_a_gpu_are_not_compared_by_its_device_bytes() -> None:
+    assert set(_memory_quantities("shared")) == {"allocated", "reserved"}

@@ -21,6 +21,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         tensor = real_empty(*args, **kwargs)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
+    # torch caches the set of functions that `with torch.device(...)` redirects: it must hold the
+    # real one, or every later "meta" model of this process would take real memory.
+    torch.utils._device._device_constructors()
     monkeypatch.setattr(torch, "empty", poisoned)
     yield
 
