@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.decode import decode_throughput
 from planner.families import parameter_shapes
-from planner.memory.training import training_memory
+from planner.memory.training import attention_notes, training_memory
 from planner.model import ModelSpec
 from planner.plan import Plan, TrainingWorkload
 from planner.serving import serving_memory
@@ -86,6 +86,7 @@ def _predict_training(plan: Plan, workload: TrainingWorkload) -> Prediction:
         notes=(
             *plan.model.flags,
             *_length_notes(plan.model, workload.sequence_length),
+            *attention_notes(plan.model, workload),
             *speed.notes,
         ),
     )

@@ -92,6 +92,23 @@ def template_key(spec: ModelSpec, workload: TrainingWorkload, sequence_length: i
     return "/".join((attention, compute, str(workload.checkpointing)))
 
 
+def attention_notes(spec: ModelSpec, workload: TrainingWorkload) -> tuple[str, ...]:
+    """Say where the chosen attention keeps more than its name promises."""
+    variant = template_key(spec, workload, workload.sequence_length).split("/")[0]
+    if variant.startswith("sdpa_masked"):
+        return (
+            f"From {spec.sliding_window:,} tokens on the sliding window gives SDPA a mask: every "
+            "layer keeps it (sequence squared) and copies keys and values to all query heads.",
+        )
+    grouped = spec.num_heads != spec.num_kv_heads
+    if variant == "sdpa" and workload.precision is Precision.FP32 and grouped:
+        return (
+            "In fp32, SDPA has no fused kernel for grouped key-value heads: every layer keeps the "
+            "scores, as eager attention does. The triton kernel does not.",
+        )
+    return ()
+
+
 def _states(
     spec: ModelSpec, workload: TrainingWorkload, engine: Engine, stage: int, world_size: Any
 ) -> EngineStates:

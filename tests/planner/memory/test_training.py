@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.memory.training import training_grid, training_memory
+from planner.memory.training import attention_notes, training_grid, training_memory
 from planner.plan import (
     Attention,
     Checkpointing,
@@ -121,3 +121,13 @@ def test_windows_switch_templates_along_a_grid() -> None:
     mask_bytes = 32 * 2 * 4096 * 4096
     copies_bytes = 32 * 2 * 2 * 4096 * (32 - 8) * 128
     assert mask_bytes < long - short < 1.3 * (mask_bytes + copies_bytes)
+
+
+def test_a_hidden_quadratic_term_is_told() -> None:
+    fp32 = TrainingWorkload(precision=Precision.FP32)
+    assert "keeps the scores" in attention_notes(SPEC, fp32)[0]
+    assert attention_notes(resolve_model("meta-llama/Llama-2-7b-hf"), fp32) == ()
+    assert attention_notes(SPEC, TrainingWorkload()) == ()
+    windowed = resolve_model("mistralai/Mistral-7B-v0.1")
+    assert "From 4,096 tokens on" in attention_notes(windowed, TrainingWorkload())[0]
+    assert attention_notes(windowed, TrainingWorkload(sequence_length=4095)) == ()
