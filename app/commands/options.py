@@ -93,14 +93,22 @@ def plan_from(chosen: Mapping[str, Any]) -> Plan:
     return parse_plan(plan_mapping(values, model_part(values), hardware_part(values["gpu"])))
 
 
+def _config_name(path: Path) -> str:
+    """Name a configuration by its file, or by its folder where the file is a plain config.json."""
+    resolved = path.resolve()
+    if path.is_dir():
+        return resolved.name or "custom model"
+    is_plain = resolved.name == "config.json"
+    return (resolved.parent.name if is_plain else resolved.stem) or "custom model"
+
+
 def model_part(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan's model: a preset, a config.json, or a configuration from the hub."""
     if values.get("config") is not None:
         from planner.config_input import read_config_file
 
         path = Path(values["config"])
-        named = path if path.is_dir() else path.parent
-        return {"config": read_config_file(path), "name": named.resolve().name or "custom model"}
+        return {"config": read_config_file(path), "name": _config_name(path)}
     name = values["model"]
     if is_preset(name):
         return {"preset": name}

@@ -51,6 +51,27 @@ def _workload(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def plan_line(plan: Mapping[str, Any]) -> str:
+    """Return a stored training plan in one line, in the words of the header."""
+    hardware = plan["hardware"]
+    return " · ".join(
+        [
+            *_workload(
+                {
+                    "job": plan["job"],
+                    **plan["workload"],
+                    "seq": plan["workload"]["sequence_length"],
+                    "engine": plan["parallelism"]["engine"],
+                    "zero": plan["parallelism"]["zero_stage"],
+                    "gpus": plan["parallelism"]["world_size"],
+                }
+            ),
+            f"checkpointing {plan['workload']['checkpointing']}",
+            str(hardware.get("preset") or hardware["custom"]["name"]),
+        ]
+    )
+
+
 def _hardware(values: Mapping[str, Any]) -> str:
     gpu = str(values["gpu"])
     return "custom GPU" if gpu == state.CUSTOM_GPU else gpu
@@ -61,8 +82,9 @@ def show_header(page_title: str) -> None:
     if page_title not in UNTITLED_PAGES:
         st.markdown(f"## {page_title}")
     with st.container(horizontal=True, vertical_alignment="center", key="header"):
-        line = header_line(current_values())
-        st.markdown(f"**{line}**", width="stretch")
+        # A run's page is about the run's plan, which it names itself.
+        line = "" if page_title == "Run" else f"**{header_line(current_values())}**"
+        st.markdown(line, width="stretch")
         if page_title != "Plan":
             st.page_link("app_pages/plan.py", label="Edit plan", icon=":material/edit:")
         st.segmented_control(

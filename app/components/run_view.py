@@ -13,7 +13,7 @@ from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
 from app.components.comparison import comparison_rows, phase_rows
 from app.components.figure import metric_row, show_figure
-from app.components.header import unit
+from app.components.header import plan_line, unit
 from app.components.problems import told_in_one_sentence
 from app.components.run_table import clock, duration, show_actions, state_badge
 from planner.units import format_count, format_seconds
@@ -70,6 +70,8 @@ def _headline(run: Mapping[str, Any]) -> None:
             width="stretch",
         )
         show_actions(summary, with_link=False)
+    if run.get("plan"):
+        st.markdown(plan_line(run["plan"]))
     world = str(summary["world"])
     st.caption(
         f"Run {summary['id']} · world {world} ({WORLD_WORDS[world]}) · attempt "

@@ -277,3 +277,13 @@ def test_the_command_line_never_imports_torch_or_streamlit() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_configuration_is_named_by_its_file_or_its_folder(tmp_path: Path) -> None:
+    from app.commands.options import _config_name
+
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert _config_name(folder / "config.json") == "my-model"
+    assert _config_name(folder) == "my-model"
+    assert _config_name(folder / "small.json") == "small"

@@ -335,3 +335,12 @@ def test_a_locked_database_is_told_in_one_sentence(
     assert not broken(app)
     assert any("locked" in error.value for error in app.error)
     services._database.clear()
+
+
+def test_a_stored_plan_is_one_line_in_the_words_of_the_header() -> None:
+    from app.components.header import plan_line
+
+    assert plan_line(default_plan().to_dict()) == (
+        "train 1 × 4096 tokens · mixed, sdpa · peakmark ZeRO-3 × 8 · checkpointing none"
+        " · h200-sxm5-141gb"
+    )
