@@ -49,8 +49,7 @@ def parse_config_text(text: str | bytes) -> dict[str, Any]:
     size_bytes = len(text) if isinstance(text, bytes) else len(text.encode(errors="replace"))
     if size_bytes > MAX_CONFIG_BYTES:
         sentence = (
-            f"model.config is {size_bytes:,} bytes long: a config.json has at most "
-            f"{MAX_CONFIG_BYTES:,} bytes."
+            f"model.config is longer than a config.json may be: at most {MAX_CONFIG_BYTES:,} bytes."
         )
         raise PlanError("model.config", size_bytes, "at most 1 MB", sentence=sentence)
     try:
@@ -114,11 +113,13 @@ class _Fields:
 
 def _sliding_layers(fields: _Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """Return the window and which layers use it, by the rule of the family's configuration."""
+    if "sliding_window" not in modelled_keys(fields.family):
+        return None, (False,) * num_layers
     window = fields.optional_size("sliding_window")
     if fields.family in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
         window = None
     kinds = fields.values.get("layer_types")
-    if kinds is not None:
+    if kinds is not None and "layer_types" in modelled_keys(fields.family):
         layers = _read_layer_types(fields, kinds, num_layers)
     elif fields.family == "gemma2":
         layers = tuple(i % 2 == 0 for i in range(num_layers))

@@ -82,8 +82,8 @@ def refuse_unmodelled_keys(family: str, values: Mapping[str, Any]) -> None:
         if key not in experts and values.get(key):
             field = f"model.config.{key}"
             sentence = (
-                f"{field} is {describe_value(values[key])}: {what} in a {family} model "
-                "is not modelled."
+                f"{field} is {describe_value(values[key])}: Peakmark does not model {what} "
+                f"in a {family} model."
             )
             raise PlanError(field, values[key], "absent, null or false", sentence=sentence)
 
@@ -99,6 +99,14 @@ def flag_unknown_keys(family: str, values: Mapping[str, Any]) -> list[str]:
     partial = values.get("partial_rotary_factor", nested)
     if partial not in (None, 1, 1.0):
         flags.append("partial_rotary_factor is planned and run as 1: all of a head is rotated.")
+    classes = values.get("architectures")
+    if isinstance(classes, list) and classes and not any(map(_is_language_model, classes)):
+        name = describe_key(str(classes[0]))
+        flags.append(f"architectures names {name}: planned and run as a causal language model.")
     if values.get("auto_map"):
         flags.append("auto_map names code in the repository: it is never downloaded or run.")
     return flags
+
+
+def _is_language_model(class_name: object) -> bool:
+    return str(class_name).endswith(("ForCausalLM", "LMHeadModel"))

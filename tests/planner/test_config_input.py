@@ -221,6 +221,25 @@ def test_windows_follow_the_family_s_rule() -> None:
     assert refusal({**SMALL, "model_type": "gemma2", "layer_types": mixed}).value == mixed[1]
 
 
+@pytest.mark.parametrize("family", ["llama", "olmo2", "mistral", "phi3", "mixtral", "gpt2"])
+def test_kinds_of_layers_that_a_family_ignores_are_flagged_and_ignored(family: str) -> None:
+    small = GPT2 if family == "gpt2" else SMALL
+    count = 2 if family == "gpt2" else 4
+    kinds = ["sliding_attention", "full_attention"] * (count // 2)
+    config = {**small, "model_type": family, "layer_types": kinds, "sliding_window": 16}
+    spec = spec_from_config(config, name="m")
+    # transformers' Llama, OLMo 2 and GPT-2 have no window; the others have it in every layer.
+    windowed = family in ("mistral", "phi3", "mixtral")
+    assert spec.sliding_layers == (windowed,) * count
+    assert any("layer_types" in flag for flag in spec.flags)
+
+
+def test_another_head_than_a_language_model_s_is_flagged() -> None:
+    assert spec_of().flags == ()
+    (flag,) = spec_of(architectures=["LlamaForSequenceClassification"]).flags
+    assert "LlamaForSequenceClassification" in flag
+
+
 def test_every_derived_number_can_be_edited_and_is_checked_again() -> None:
     base = spec_of()
     edited = spec_from_config(LLAMA, name="mine", overrides={"num_key_value_heads": 32})
