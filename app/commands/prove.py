@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.3
 CANCEL_WAIT_S = 30.0
+MAX_WORKER_STARTS = 3
 CONFIRMED = frozenset({"done", "oom_device"})
 
 
@@ -115,6 +116,7 @@ class Watch:
     quiet: bool
     worker: subprocess.Popen[bytes] | None = None
     interrupted: bool = False
+    num_starts: int = 0
 
     def until_finished(self) -> RunDetail:
         """Wait for the end of the run and return it; Ctrl-C asks the run to stop."""
@@ -146,15 +148,24 @@ class Watch:
                 continue
             if give_up_at is not None and time.monotonic() > give_up_at:
                 return detail
-            if detail.summary.state.value == "queued":
-                self._ensure_worker()
+            self._ensure_worker(queued=detail.summary.state.value == "queued")
             show(progress_line(detail))
             time.sleep(POLL_S)
 
-    def _ensure_worker(self) -> None:
+    def _ensure_worker(self, *, queued: bool) -> None:
+        """Start a worker where none is alive: it takes a queued run, and stores a lost one as such.
+
+        A worker that was started beside another ends at once, so the first failure is no reason.
+        """
         from db.repository import request_cancel, worker_alive
 
-        if self.worker is not None and self.worker.poll() is not None:
+        ended = self.worker is None or self.worker.poll() is not None
+        if not ended or worker_alive(self.database):
+            return
+        if self.num_starts < MAX_WORKER_STARTS:
+            self.worker = self._start_worker()
+            self.num_starts += 1
+        elif queued and self.worker is not None:
             code = self.worker.returncode
             request_cancel(self.database, self.run_id, who="command line")
             sentence = (
@@ -162,8 +173,6 @@ class Watch:
                 f"is cancelled: {self._worker_log} says why."
             )
             raise InputError("worker", code, "a worker that runs", sentence)
-        if self.worker is None and not worker_alive(self.database):
-            self.worker = self._start_worker()
 
     @property
     def _worker_log(self) -> Path:

@@ -145,6 +145,7 @@ def test_a_worker_that_dies_leaves_no_run_behind_in_the_queue(
     code, _, err = run("prove", *tiny)
     assert code == 2
     assert "exit code 3" in err
+    assert worker.started == prove.MAX_WORKER_STARTS
     assert [r.state for r in list_runs(open_database())] == [RunState.CANCELLED]
 
 
@@ -194,6 +195,46 @@ def test_a_live_worker_is_used_and_none_started(
     monkeypatch.setattr(prove.time, "sleep", work)
     code, _, _ = run("prove", *tiny)
     assert (code, worker.started) == (0, 0)
+
+
+def test_a_worker_that_finds_another_one_at_work_leaves_the_run_to_it(
+    run: Run, tiny: tuple[str, ...], worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = open_database()
+
+    def work(_: float) -> None:
+        # The other worker, started at the same moment, shows its first sign of life only now.
+        queue.beat_worker(database, WORKER)
+        held = queue.claim_next_run(database, WORKER)
+        if held is not None:
+            store_result(database, held.lease, ended(RunState.DONE))
+
+    monkeypatch.setattr(prove.time, "sleep", work)
+    code, _, _ = run("prove", *tiny)
+    assert (code, worker.started) == (0, 1)
+
+
+def test_a_run_whose_worker_vanished_gets_a_worker_that_says_so(
+    run: Run, tiny: tuple[str, ...], worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = open_database()
+    held: list[queue.HeldRun] = []
+
+    class Recoverer(FakeWorker):
+        def __init__(self, command: list[str], **_: Any) -> None:
+            super().__init__(command)
+            if held:
+                store_result(database, held[0].lease, ended(RunState.LOST, why="vanished"))
+
+    def take_and_vanish(_: float) -> None:
+        found = queue.claim_next_run(database, WORKER)
+        held.extend([found] if found else [])
+
+    monkeypatch.setattr(prove.subprocess, "Popen", Recoverer)
+    monkeypatch.setattr(prove.time, "sleep", take_and_vanish)
+    code, out, _ = run("prove", *tiny)
+    assert code == 1
+    assert "lost" in out and "vanished" in out
 
 
 @pytest.mark.parametrize(
