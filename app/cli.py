@@ -39,9 +39,13 @@ def main() -> None:
     """Run the command line; a wrong input is one sentence on stderr and exit code 2."""
     as_json = "--json" in sys.argv
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="peakmark")
     except typer.Abort:
         code = 130
     except Exception as error:
         code = fail_with(error, as_json=as_json)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

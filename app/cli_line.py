@@ -8,7 +8,7 @@ from typing import Any
 
 from app import state
 
-SERVING_OPTIONS = ("context", "sequences", "weights_dtype", "kv_dtype")
+SERVING_OPTIONS = ("context", "sequences", "weights_dtype", "kv_dtype", "gpus")
 PARALLEL_OPTIONS = ("engine", "zero", "gpus")
 TRAINING_OPTIONS = (
     "seq",

@@ -10,40 +10,60 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.commands.output import InputError
+from app.state import DEFAULTS
 
 if TYPE_CHECKING:
     from planner.plan import Plan
 
 
-def _option(text: str, kind: type = str, names: tuple[str, ...] = ()) -> Any:
-    return Annotated[kind | None, typer.Option(*names, help=text)]
+def _option(text: str, kind: type = str, default: str | None = None) -> Any:
+    shown = default if default is not None else False
+    return Annotated[kind | None, typer.Option(help=text, show_default=shown)]
+
+
+def _options(rows: Mapping[str, tuple[str, type]]) -> Mapping[str, Any]:
+    """Return options whose help names the default of the Plan page."""
+    return {
+        name: _option(text, kind, str(DEFAULTS[name]) if name in DEFAULTS else None)
+        for name, (text, kind) in rows.items()
+    }
 
 
 # By the name that app.state gives the same choice in the URL.
-TARGET_OPTIONS: Mapping[str, Any] = {
-    "model": _option("Model: hub id or short name, such as llama-3.1-8b."),
-    "config": _option("A Hugging Face config.json, instead of --model.", Path),
-    "gpu": _option("GPU: preset id or short name, such as h200, or 'attached'."),
-    "engine": _option("ZeRO engine: peakmark or fsdp2."),
-    "grad_accumulation": _option("Micro-batches per optimizer step.", int),
-    "optimizer": _option("adamw_fused, adamw_foreach, adamw_loop or sgd."),
-    "precision": _option("mixed, bf16, fp32 or autocast."),
-    "attention": _option("eager, sdpa or triton."),
-    "checkpointing": _option("none or full."),
-}
-SIZE_OPTIONS: Mapping[str, Any] = {
-    "gpus": _option("World size: number of GPUs.", int),
-    "zero": _option("ZeRO stage, 0 to 3.", int),
-    "micro_batch": _option("Sequences per GPU and micro-batch.", int),
-    "seq": _option("Tokens per sequence.", int),
-}
+TARGET_OPTIONS: Mapping[str, Any] = _options(
+    {
+        "model": ("Model: hub id or short name, such as llama-3.1-8b.", str),
+        "config": ("A Hugging Face config.json, instead of --model.", Path),
+        "gpu": ("GPU: preset id or short name, such as h200, or 'attached'.", str),
+        "engine": ("ZeRO engine: peakmark or fsdp2.", str),
+        "grad_accumulation": ("Micro-batches per optimizer step.", int),
+        "optimizer": ("adamw_fused, adamw_foreach, adamw_loop or sgd.", str),
+        "precision": ("mixed, bf16, fp32 or autocast.", str),
+        "attention": ("eager, sdpa or triton.", str),
+        "checkpointing": ("none or full.", str),
+    }
+)
+SIZE_OPTIONS: Mapping[str, Any] = _options(
+    {
+        "gpus": ("World size: number of GPUs.", int),
+        "zero": ("ZeRO stage, 0 to 3.", int),
+        "micro_batch": ("Sequences per GPU and micro-batch.", int),
+        "seq": ("Tokens per sequence.", int),
+    }
+)
 SERVE_OPTIONS: Mapping[str, Any] = {
     "serve": Annotated[bool, typer.Option("--serve", help="Plan serving instead of training.")],
-    "context": _option("Serving: tokens per sequence.", int),
-    "sequences": _option("Serving: sequences at once.", int),
-    "weights_dtype": _option("Serving: bf16, fp16, fp32, fp8, int8 or int4."),
-    "kv_dtype": _option("Serving: bf16, fp16, fp32, fp8 or int8."),
+    **_options(
+        {
+            "context": ("Serving: tokens per sequence.", int),
+            "sequences": ("Serving: sequences at once.", int),
+            "weights_dtype": ("Serving: bf16, fp16, fp32, fp8, int8 or int4.", str),
+            "kv_dtype": ("Serving: bf16, fp16, fp32, fp8 or int8.", str),
+        }
+    ),
 }
+# World size is also the number of replicas when serving.
+TRAINING_ONLY = (set(TARGET_OPTIONS) | set(SIZE_OPTIONS)) - {"model", "config", "gpu", "gpus"}
 
 
 def with_options(*groups: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -85,10 +105,11 @@ def plan_from(chosen: Mapping[str, Any]) -> Plan:
 
     An option that was not given has the default of the Plan page.
     """
-    from app.state import DEFAULTS, plan_mapping
+    from app.state import plan_mapping
     from planner.plan import parse_plan
 
     given = {name: value for name, value in chosen.items() if value is not None}
+    _refuse_contradictions(given)
     values = {**DEFAULTS, **given, "job": "serve" if given.get("serve") else "train"}
     return parse_plan(plan_mapping(values, model_part(values), hardware_part(values["gpu"])))
 
@@ -100,6 +121,19 @@ def _config_name(path: Path) -> str:
         return resolved.name or "custom model"
     is_plain = resolved.name == "config.json"
     return (resolved.parent.name if is_plain else resolved.stem) or "custom model"
+
+
+def _refuse_contradictions(given: Mapping[str, Any]) -> None:
+    """Raise InputError for an option that would have no effect beside the others."""
+    if "model" in given and "config" in given:
+        sentence = "--model and --config both name a model: give one of them."
+        raise InputError("config", str(given["config"]), "without --model", sentence)
+    serving = bool(given.get("serve"))
+    unused = TRAINING_ONLY if serving else set(SERVE_OPTIONS) - {"serve"}
+    for name in (name for name in given if name in unused):
+        job, allowed = ("training", "without --serve") if serving else ("serving", "with --serve")
+        sentence = f"--{name.replace('_', '-')} is an option of {job}: use it {allowed}."
+        raise InputError(name, given[name], allowed, sentence)
 
 
 def model_part(values: Mapping[str, Any]) -> dict[str, Any]:

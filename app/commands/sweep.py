@@ -20,10 +20,19 @@ from app.commands.output import (
 
 MAX_POINTS = 100_000
 LIST_OPTIONS: Mapping[str, Any] = {
-    "zero": Annotated[str | None, typer.Option(help="ZeRO stages, such as 0,1,2,3.")],
-    "gpus": Annotated[str | None, typer.Option(help="World sizes, such as 1,8,64.")],
-    "micro_batch": Annotated[str | None, typer.Option(help="Micro-batches, such as 1,2,4.")],
-    "seq": Annotated[str | None, typer.Option(help="Sequence lengths, such as 2048,8192.")],
+    "zero": Annotated[
+        str | None, typer.Option(help="ZeRO stages, such as 1,3.", show_default="all of the engine")
+    ],
+    "gpus": Annotated[
+        str | None,
+        typer.Option(help="World sizes, such as 1,8,64.", show_default="1,2,4,8,16,32,64"),
+    ],
+    "micro_batch": Annotated[
+        str | None, typer.Option(help="Micro-batches, such as 1,2,4.", show_default="1")
+    ],
+    "seq": Annotated[
+        str | None, typer.Option(help="Sequence lengths, such as 2048,8192.", show_default="4096")
+    ],
 }
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -266,6 +267,47 @@ def test_doctor_fails_on_a_database_that_is_none(
     assert code == 1
     assert findings["database"]["state"] == "fail"
     assert "not an SQLite database" in findings["database"]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "words"),
+    [
+        (("--serve", "--seq", "32768"), "seq", "training"),
+        (("--serve", "--zero", "3"), "zero", "training"),
+        (("--context", "5"), "context", "with --serve"),
+        (("--config", "x.json", "--model", "gpt2"), "config", "give one of them"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    run: Run, arguments: tuple[str, ...], field: str, words: str
+) -> None:
+    code, out, err = run("plan", *arguments, "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["field"] == field
+    assert words in err
+
+
+def test_help_names_the_defaults(run: Run) -> None:
+    _, out, _ = run("plan", "--help")
+    assert "Usage: peakmark plan" in out
+    for default in ("meta-llama/Llama-3.1-8B", "4096", "8192", "adamw_fused", "h200-sxm5-141gb"):
+        # Some versions of typer put the text of a default in parentheses.
+        assert re.search(rf"\[default: \(?{re.escape(default)}\)?\]", out)
+
+
+def test_the_readme_s_plans_can_be_planned(run: Run) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = re.findall(r"^peakmark ((?:plan|sweep) .*)$", readme, re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        code, _, err = run(*line.split())
+        assert (code, err) == (0, "")
+
+
+def test_the_module_is_the_command_too() -> None:
+    command = [sys.executable, "-m", "app.cli", "plan", "--zero", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 def test_the_command_line_never_imports_torch_or_streamlit() -> None:

@@ -14,6 +14,17 @@ def test_the_default_plan_is_written_with_every_choice() -> None:
     )
 
 
+def test_serving_is_written_with_its_replicas() -> None:
+    document = default_plan().to_dict()
+    document["job"] = "serve"
+    document["workload"] = {"context_length": 1024, "sequences": 3}
+    document["parallelism"]["world_size"] = 4
+    assert cli_line(parse_plan(document).to_dict()) == (
+        "peakmark plan --model meta-llama/Llama-3.1-8B --gpu h200-sxm5-141gb --serve "
+        "--context 1024 --sequences 3 --weights-dtype bf16 --kv-dtype bf16 --gpus 4"
+    )
+
+
 def test_an_edited_model_is_given_as_a_file() -> None:
     document = default_plan().to_dict()
     document["model"]["overrides"] = {"num_hidden_layers": 2}
