@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from app.components.header import show_header
+from app.components.link import link_once, tell_refused
 from app.components.problems import told_in_one_sentence
 
 SIDEBAR_WIDTH_PX = 370
@@ -57,7 +58,11 @@ page = st.navigation(
     position="top",
 )
 header = st.container()
+link = link_once()
+notices = st.container()
 with told_in_one_sentence():
     page.run()
 with header, told_in_one_sentence():
     show_header(page.title)
+with notices:
+    tell_refused(link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -40,13 +41,18 @@ class Verdict:
         return {**asdict(self), "state": str(self.state)}
 
 
-def _sentence(state: State, needed_bytes: int, capacity_bytes: int, fraction: float) -> str:
-    sizes = f"{format_bytes(needed_bytes)} of {format_bytes(capacity_bytes)} per GPU"
-    if state is State.DOES_NOT_FIT:
-        missing = format_bytes(needed_bytes - capacity_bytes)
-        return f"Does not fit: needs {sizes}, {missing} too much."
-    word = "Fits" if state is State.FITS else "Tight"
-    return f"{word}: needs {sizes}, {fraction:.1%} left."
+def verdict_sentence(
+    state: str,
+    needed_bytes: int,
+    capacity_bytes: int,
+    show: Callable[[int], str] = format_bytes,
+) -> str:
+    """Return the verdict in words, with sizes as `show` writes them."""
+    sizes = f"{show(needed_bytes)} of {show(capacity_bytes)} per GPU"
+    if state == State.DOES_NOT_FIT:
+        return f"Does not fit: needs {sizes}, {show(needed_bytes - capacity_bytes)} too much."
+    word = "Fits" if state == State.FITS else "Tight"
+    return f"{word}: needs {sizes}, {1 - needed_bytes / capacity_bytes:.1%} left."
 
 
 def judge(needed_bytes: int, capacity_bytes: int) -> Verdict:
@@ -63,7 +69,7 @@ def judge(needed_bytes: int, capacity_bytes: int) -> Verdict:
         needed_bytes=needed_bytes,
         headroom_bytes=headroom_bytes,
         headroom_fraction=fraction,
-        sentence=_sentence(state, needed_bytes, capacity_bytes, fraction),
+        sentence=verdict_sentence(state, needed_bytes, capacity_bytes),
     )
 
 

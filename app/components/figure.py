@@ -40,7 +40,7 @@ def show_figure(
 def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None = None) -> None:
     """Draw rows as a table with a CSV download."""
     frame = pd.DataFrame(list(rows))
-    st.dataframe(frame, hide_index=True, alt=title or f"Data of {key}")
+    st.dataframe(drawable(frame), hide_index=True, alt=title or f"Data of {key}")
     st.download_button(
         "CSV",
         data=frame.to_csv(index=False),
@@ -50,3 +50,13 @@ def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None
         on_click="ignore",
         key=f"{key}_csv",
     )
+
+
+def drawable(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame with columns of integers beyond 64 bits as floats: Arrow holds no larger."""
+    huge = {
+        name: float
+        for name in frame
+        if any(isinstance(value, int) and abs(value) >= 2**63 for value in frame[name])
+    }
+    return frame.astype(huge)

@@ -61,6 +61,8 @@ def _pasted() -> dict[str, Any] | None:
     packed = st.query_params.get(state.CONFIG_KEY)
     if packed and not st.session_state.get(CONFIG_TEXT):
         st.session_state[CONFIG_TEXT] = state.unpack_config(packed) or ""
+        if not st.session_state[CONFIG_TEXT]:
+            st.error("The link's config is damaged: paste or upload the config.json instead.")
     st.file_uploader("Upload config.json", type="json", key="config_upload", on_change=_take_upload)
     text = st.text_area(
         "or paste config.json",

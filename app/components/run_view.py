@@ -16,6 +16,7 @@ from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
 from app.components.problems import told_in_one_sentence
 from app.components.run_table import clock, duration, show_actions, state_badge
+from app.components.verdict import sentence_in
 from planner.units import format_count, format_seconds
 
 REFRESH = "2s"
@@ -139,7 +140,7 @@ def _show_error(run: Mapping[str, Any]) -> None:
     if verdict:
         confirmed = verdict["state"] == "does_not_fit"
         word = "confirms" if confirmed else "**refutes**"
-        st.markdown(f"It {word} the prediction: {verdict['sentence']}")
+        st.markdown(f"It {word} the prediction: {sentence_in(verdict, chosen)}")
 
 
 def _show_comparison(run: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from app.charts.style import size_text, words
 from app.components.figure import metric_row
 from app.state import DEFAULTS, values_of_plan
 from planner.units import format_count, format_seconds
+from planner.verdict import verdict_sentence
 
 CHANGES_SHOWN = 4
 LOOKS: Mapping[str, tuple[str, str, str]] = {
@@ -31,12 +32,20 @@ def show_verdict(
     label, colour, icon = LOOKS[verdict["state"]]
     with st.container(border=True, key="verdict"):
         st.markdown(f"## :{colour}[{icon} {label}]")
-        st.markdown(verdict["sentence"])
+        st.markdown(sentence_in(verdict, unit))
         st.markdown(peak_sentence(prediction["memory"], unit))
         with metric_row():
             _memory_metrics(prediction, unit)
         if changes is not None:
             show_changes(changes, unit)
+
+
+def sentence_in(verdict: Mapping[str, Any], unit: str) -> str:
+    """Return a verdict's sentence with its sizes in `unit`."""
+    state, needed, capacity = (
+        verdict[name] for name in ("state", "needed_bytes", "capacity_bytes")
+    )
+    return verdict_sentence(state, needed, capacity, lambda size: size_text(size, unit))
 
 
 def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:
@@ -47,12 +56,14 @@ def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:
         size_text(verdict["needed_bytes"], unit),
         help="Device bytes on the worst GPU: all that the driver would show in use.",
     )
-    capacity_label = "GPU memory" if prediction["serving"] is None else "Usable memory"
-    st.metric(capacity_label, size_text(verdict["capacity_bytes"], unit))
+    training = prediction["serving"] is None
+    st.metric(
+        "GPU memory" if training else "Usable memory", size_text(verdict["capacity_bytes"], unit)
+    )
     st.metric(
         "Headroom",
         size_text(verdict["headroom_bytes"], unit),
-        f"{share:+.1f} % of the GPU",
+        f"{share:+.1f} % of the {'GPU' if training else 'usable memory'}",
         delta_arrow="off",
     )
     if prediction["serving"] is not None:

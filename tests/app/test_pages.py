@@ -99,6 +99,50 @@ def test_a_broken_url_never_breaks_the_page(opened: Opened, query: dict[str, str
     assert not broken(app)
 
 
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [
+        ({"zero": "9"}, "3"),
+        ({"seq": "abc"}, "4096"),
+        ({"gpus": "-1"}, "8"),
+        ({"model": "facebook/opt-6.7b"}, "meta-llama/Llama-3.1-8B"),
+    ],
+)
+def test_what_a_link_says_in_vain_is_named(
+    opened: Opened, query: dict[str, str], shown: str
+) -> None:
+    app = opened(**query)
+    (notice,) = [warning.value for warning in app.warning]
+    assert f"`{next(iter(query))}`" in notice and f"{shown} is shown" in notice
+    app.run()
+    assert not app.warning
+
+
+def test_a_good_link_is_taken_without_a_word(opened: Opened) -> None:
+    app = opened(zero="1", seq="2048", gpu="custom", gpu_gib="80.00", job="train", hidden_size="")
+    assert not app.warning and not broken(app)
+
+
+def test_a_damaged_config_in_a_link_is_told(opened: Opened) -> None:
+    app = opened(source="config", config="damaged")
+    assert [error.value for error in app.error] == [
+        "The link's config is damaged: paste or upload the config.json instead."
+    ]
+
+
+def test_the_largest_plan_of_all_is_drawn(opened: Opened) -> None:
+    app = opened(micro_batch="65536", seq="16777216", gpus="65536")
+    assert not broken(app)
+
+
+def test_sizes_are_in_one_unit(opened: Opened) -> None:
+    app = opened(unit="GB")
+    verdict = services.prediction_of(default_plan())["verdict"]
+    needed, capacity = (verdict[name] / 1e9 for name in ("needed_bytes", "capacity_bytes"))
+    assert f"needs {needed:.2f} GB of {capacity:.2f} GB per GPU" in texts(app)
+    assert "GiB per GPU" not in texts(app)
+
+
 @pytest.mark.parametrize("key", ["seq", "micro_batch", "gpus", "grad_accumulation"])
 @pytest.mark.parametrize("value", [0, -1, 2**40])
 def test_a_number_beyond_its_limits_is_not_taken(opened: Opened, key: str, value: int) -> None:
