@@ -172,18 +172,29 @@ def attention_curves(plan: Plan) -> dict[str, list[dict[str, int]]]:
 def _attention_curves(digest: str, _plan_text: str) -> dict[str, list[dict[str, int]]]:
     document = json.loads(_plan_text)
     lengths = sorted({*CURVE_LENGTHS, document["workload"]["sequence_length"]})
+    share = _segment_share(_prediction(digest, _plan_text)["memory"])
     curves = {
-        kernel: [point for length in lengths if (point := _curve_point(document, kernel, length))]
+        kernel: [
+            point for length in lengths if (point := _curve_point(document, kernel, length, share))
+        ]
         for kernel in KERNELS
     }
     return {kernel: points for kernel, points in curves.items() if points}
 
 
-def _curve_point(document: Mapping[str, Any], kernel: str, length: int) -> dict[str, int] | None:
+def _segment_share(memory: Mapping[str, Any]) -> float:
+    """What the allocator's segments of a replayed plan hold beside tensors, of its peak."""
+    return float((memory["reserved_bytes"] - memory["allocated_bytes"]) / memory["allocated_bytes"])
+
+
+def _curve_point(
+    document: Mapping[str, Any], kernel: str, length: int, segment_share: float
+) -> dict[str, int] | None:
     """One point of a curve; None where the kernel or the model cannot run that length."""
     workload = {**document["workload"], "attention": kernel, "sequence_length": length}
     try:
-        memory = predict(parse_plan({**document, "workload": workload})).to_dict()["memory"]
+        plan = parse_plan({**document, "workload": workload})
+        memory = predict(plan, segment_share=segment_share).to_dict()["memory"]
     except PlanError:
         return None
     scores = max(phase["parts"].get("attention", 0) for phase in memory["phases"])

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from planner.plan import default_plan, parse_plan
+from planner.memory.replay_engines import replay_training
+from planner.memory.training import plan_segment_share
+from planner.plan import TrainingWorkload, default_plan, parse_plan
 from planner.predict import predict
 from planner.search import grid
 
@@ -33,7 +35,15 @@ def main() -> None:
     """Print the median time of a plan, from its JSON to its prediction's JSON, and of the grid."""
     plan = default_plan()
     document = plan.to_dict()
-    plan_s = median_s(lambda: predict(parse_plan(document)).to_dict(), REPEATS)
+    assert isinstance(plan.workload, TrainingWorkload)
+    share = plan_segment_share(plan.model, plan.workload, plan.parallelism, plan.hardware)
+
+    def run_plan(segment_share: float | None) -> None:
+        replay_training.cache_clear()
+        predict(parse_plan(document), segment_share=segment_share).to_dict()
+
+    plan_s = median_s(lambda: run_plan(share), REPEATS)
+    replayed_s = median_s(lambda: run_plan(None), GRID_REPEATS)
 
     def run_grid() -> int:
         return grid(
@@ -46,6 +56,7 @@ def main() -> None:
 
     grid_s = median_s(run_grid, GRID_REPEATS)
     print(f"one plan: {plan_s * 1e3:.2f} ms (median of {REPEATS})")
+    print(f"with the allocator replayed: {replayed_s * 1e3:.1f} ms (median of {GRID_REPEATS})")
     print(f"{run_grid():,} plans: {grid_s:.3f} s (median of {GRID_REPEATS})")
 
 

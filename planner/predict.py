@@ -16,6 +16,11 @@ from planner.throughput import Throughput, training_throughput
 from planner.verdict import Verdict, judge
 
 SCHEMA = 1
+# Held by a test against the recorded steps.
+SPEED_IS_A_BOUND = (
+    "Step time is a roofline bound, not yet a forecast: recorded steps took about twice as long "
+    "on average (see Accuracy)."
+)
 PLANNER_VERSION = "0.1.0"
 
 
@@ -74,8 +79,12 @@ def _length_notes(spec: ModelSpec, length: int) -> list[str]:
     return [f"{length:,} tokens are more than the {spec.max_positions:,} the model is made for."]
 
 
-def _predict_training(plan: Plan, workload: TrainingWorkload) -> Prediction:
-    memory = training_memory(plan.model, workload, plan.parallelism, plan.hardware).to_dict()
+def _predict_training(
+    plan: Plan, workload: TrainingWorkload, segment_share: float | None
+) -> Prediction:
+    memory = training_memory(
+        plan.model, workload, plan.parallelism, plan.hardware, segment_share
+    ).to_dict()
     speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware)
     return Prediction(
         plan=plan,
@@ -88,18 +97,21 @@ def _predict_training(plan: Plan, workload: TrainingWorkload) -> Prediction:
             *_length_notes(plan.model, workload.sequence_length),
             *attention_notes(plan.model, workload),
             *speed.notes,
+            SPEED_IS_A_BOUND,
         ),
     )
 
 
-def predict(plan: Plan) -> Prediction:
+def predict(plan: Plan, *, segment_share: float | None = None) -> Prediction:
     """Return the prediction for a plan; raises PlanError where the hardware lacks a needed rate.
 
+    A training plan's allocator is replayed (tens of milliseconds), unless `segment_share` gives
+    its segments as a share of the allocated peak, for plans that vary one that was replayed.
     A serving plan is judged against the share of memory that `utilization` allows.
     """
     workload = plan.workload
     if isinstance(workload, TrainingWorkload):
-        return _predict_training(plan, workload)
+        return _predict_training(plan, workload, segment_share)
     replicas = plan.parallelism.world_size
     memory = serving_memory(plan.model, workload, plan.hardware.visible_bytes)
     speed = decode_throughput(plan.model, workload, memory, plan.hardware, replicas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.checks import check_integer
 from planner.errors import PlanError
-from planner.memory.training import training_grid
+from planner.memory.training import plan_segment_share, training_grid, training_memory
 from planner.plan import (
     MAX_COUNT,
     MAX_TOKENS_PER_SEQUENCE,
@@ -75,6 +75,24 @@ def _checked_axes(
     return axes
 
 
+def _replay_points(
+    plan: Plan,
+    workload: TrainingWorkload,
+    axes: Mapping[str, tuple[int, ...]],
+    memory: Mapping[str, NDArray[Any]],
+) -> None:
+    """Replace a grid's memory by that of each plan's own replay."""
+    for place in np.ndindex(*(len(values) for values in axes.values())):
+        at = {name: axes[name][index] for name, index in zip(axes, place, strict=True)}
+        parallelism = replace(
+            plan.parallelism, zero_stage=at.pop("zero_stage"), world_size=at.pop("world_size")
+        )
+        point = training_memory(plan.model, replace(workload, **at), parallelism, plan.hardware)
+        memory["allocated_bytes"][place] = point.allocated_bytes
+        memory["reserved_bytes"][place] = point.overheads.reserved_bytes
+        memory["device_bytes"][place] = point.overheads.device_bytes
+
+
 def grid(
     plan: Plan,
     *,
@@ -82,11 +100,15 @@ def grid(
     world_sizes: Sequence[int] | None = None,
     micro_batches: Sequence[int] | None = None,
     sequence_lengths: Sequence[int] | None = None,
+    replay: bool = False,
 ) -> Grid:
     """Evaluate a training plan over four axes by the formulas that answer a single plan.
 
     An axis not given has the plan's own value. Returns allocated, reserved and device bytes, the
-    verdict's state, step time, tokens/s and MFU. Raises PlanError for a serving plan, a value out of range or more than a million plans.
+    verdict's state, step time, tokens/s and MFU. The allocator is replayed for the plan itself, and
+    its share of segments is taken for all; with `replay` it is replayed for every point, tens of
+    milliseconds each, and memory is what a single plan's prediction says. Raises PlanError for a serving plan, a value out of
+    range or more than a million plans.
     """
     workload = plan.workload
     if not isinstance(workload, TrainingWorkload):
@@ -109,7 +131,10 @@ def grid(
         axes["micro_batch"],
         axes["sequence_length"],
         plan.hardware,
+        plan_segment_share(plan.model, workload, plan.parallelism, plan.hardware),
     )
+    if replay:
+        _replay_points(plan, workload, axes, memory)
     speed = training_speed_grid(
         plan.model,
         workload,

@@ -22,6 +22,8 @@ COMPONENT_COLOURS: Mapping[str, str] = {
     "logits": "#E0573F",
     "temporary": "#A58A2C",
     "workspace": "#7D8796",
+    "rounding": "#B8A48A",
+    "nccl": "#4F5B6B",
     "segments": "#98A1AE",
     "context": "#626C7A",
 }

@@ -19,6 +19,8 @@ from app.commands.output import (
 )
 
 MAX_POINTS = 100_000
+# Up to here every plan's allocator is replayed, as `peakmark plan` does; beyond, the plan's share.
+MAX_REPLAYED_PLANS = 64
 LIST_OPTIONS: Mapping[str, Any] = {
     "zero": Annotated[
         str | None, typer.Option(help="ZeRO stages, such as 1,3.", show_default="all of the engine")
@@ -53,8 +55,8 @@ def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
         "micro_batches": axes["micro_batch"] or (plan.workload.micro_batch,),
         "sequence_lengths": axes["seq"] or (plan.workload.sequence_length,),
     }
-    check_size(lists)
-    points = list(grid(plan, **lists).records())
+    size = check_size(lists)
+    points = list(grid(plan, **lists, replay=size <= MAX_REPLAYED_PLANS).records())
     if json:
         print_json({"schema": 1, "plan": plan.to_dict(), "points": points})
     else:
@@ -78,14 +80,15 @@ def first_of_each(axes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     return {name: values[0] for name, values in axes.items() if values}
 
 
-def check_size(lists: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a grid that would take more than a second or so."""
+def check_size(lists: Mapping[str, tuple[int, ...]]) -> int:
+    """Return a grid's number of plans; refuse one that would take more than a second or so."""
     from math import prod
 
     points = prod(len(values) for values in lists.values())
     if points > MAX_POINTS:
         allowed = f"at most {MAX_POINTS:,} plans"
         raise InputError("sweep", points, allowed, f"The sweep has {points:,} plans: {allowed}.")
+    return points
 
 
 def fit_table(points: Iterable[Mapping[str, Any]], stages: Iterable[int]) -> Any:

@@ -17,6 +17,7 @@ from planner.memory.states import (
     group_shapes,
     optimizer_temporaries,
     state_count,
+    tied_shares,
 )
 from planner.model import ModelSpec
 from planner.plan import Engine, Optimizer, Precision
@@ -117,8 +118,9 @@ class Fsdp2States:
         elif position in BACKWARD_POSITIONS:
             shards = finished_layers(position, self._layers - 2) * self.shard["layer"]
         after_loss = position in BACKWARD_POSITIONS[1:]
-        root = self._numel["root"] - self._embedding_numel + self._tied_numel
-        return shards * self._stored + after_loss * root * self._compute
+        root = after_loss * (self._numel["root"] - self._embedding_numel)
+        tied = tied_shares(position) * self._tied_numel
+        return shards * self._stored + (root + tied) * self._compute
 
     def _reduced(self, unit: str) -> Any:
         return self._padded[unit] * self._stored
@@ -141,8 +143,8 @@ class Fsdp2States:
             "gathered": -self._numel[unit] * self._compute,
         }
         if unit == "root":
-            # The trace is of an untied model, whose embedding has a gradient of its own.
-            parts["gradients"] = -self._tied_numel * self._compute
+            # The two shares of a tied weight are gone: only their sum is reduced.
+            parts["gradients"] = -2 * self._tied_numel * self._compute
         return parts
 
     def optimizer_step(self) -> Parts:

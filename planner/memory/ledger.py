@@ -211,8 +211,14 @@ _REST_NAMES = {
     "gradients": "gradients",
     "workspace": "cuBLAS workspaces",
     "temporary": "temporaries",
+    "rounding": "unsplit ends of blocks",
 }
-_REST_OWNERS = {"gathered": "engine", "gradients": "engine", "workspace": "library"}
+_REST_OWNERS = {
+    "gathered": "engine",
+    "gradients": "engine",
+    "workspace": "library",
+    "rounding": "allocator",
+}
 
 
 def formulas(
@@ -238,6 +244,7 @@ def formulas(
         "logits": f"{tokens} x {spec.vocab_size:,} vocabulary, the copies alive at once",
         "temporary": f"values in the middle of {_words(peak.position)}",
         "workspace": "two cuBLAS workspaces: main and autograd thread",
+        "rounding": "blocks larger than their tensor: 512 B steps, remainders up to 1 MiB unsplit",
     }
 
 

@@ -1,7 +1,4 @@
-"""From allocated to reserved to device bytes: library workspaces, segments, context.
-
-First version: segments are a fixed share, not a replay of the allocator.
-"""
+"""From allocated to reserved to device bytes: library workspaces, segments, context, NCCL."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ _OLDER_WORKSPACE_BYTES = 8 * MIB_BYTES + 128 * KIB_BYTES
 # on one rank, and what two NCCL ranks add to it.
 CONTEXT_BYTES = 767 * MIB_BYTES
 NCCL_BYTES = 842 * MIB_BYTES
-# Blocks that the allocator holds in segments without a tensor in them: on 50 measured steps
-# reserved was 12 % above allocated on average.
-_SEGMENT_SHARE = 0.12
+# Where the allocator is not replayed: on 50 measured steps reserved was 12 % above allocated on
+# average (2 to 40 %).
+TYPICAL_SEGMENT_SHARE = 0.12
 
 
 def workspace_bytes(hardware: Gpu | None) -> int:
@@ -42,22 +39,41 @@ class Overheads:
     """What lies between the allocated peak and what the driver shows; values may be arrays."""
 
     segment_bytes: Any
+    segment_formula: str
     nccl_bytes: Any
     reserved_bytes: Any
     device_bytes: Any
 
     @classmethod
-    def of(cls, allocated_bytes: Any, world_size: Any) -> Overheads:
-        """Estimate from the allocated peak in bytes and the number of ranks."""
+    def estimated(
+        cls, allocated_bytes: Any, world_size: Any, share: float = TYPICAL_SEGMENT_SHARE
+    ) -> Overheads:
+        """Take segments as a share of the allocated peak; both arguments may be arrays."""
         # A Python integer holds what absurd plans need, an array of 64-bit integers does not.
         if np.ndim(allocated_bytes) == 0:
-            segment_bytes = round(allocated_bytes * _SEGMENT_SHARE)
+            segment_bytes = round(allocated_bytes * share)
         else:
-            segment_bytes = np.rint(allocated_bytes * _SEGMENT_SHARE).astype(np.int64)
+            segment_bytes = np.rint(allocated_bytes * share).astype(np.int64)
+        formula = f"{share:.1%} of the allocated peak (estimate)"
+        return cls._of(allocated_bytes, segment_bytes, world_size, formula)
+
+    @classmethod
+    def replayed(cls, allocated_bytes: int, reserved_bytes: int, world_size: int) -> Overheads:
+        """Take segments from a replay of the caching allocator."""
+        formula = (
+            "held by the allocator without a tensor in it: its rules replayed over three steps"
+        )
+        return cls._of(allocated_bytes, reserved_bytes - allocated_bytes, world_size, formula)
+
+    @classmethod
+    def _of(
+        cls, allocated_bytes: Any, segment_bytes: Any, world_size: Any, formula: str
+    ) -> Overheads:
         reserved_bytes = allocated_bytes + segment_bytes
         nccl_bytes = (world_size > 1) * NCCL_BYTES
         return cls(
             segment_bytes=segment_bytes,
+            segment_formula=formula,
             nccl_bytes=nccl_bytes,
             reserved_bytes=reserved_bytes,
             device_bytes=reserved_bytes + CONTEXT_BYTES + nccl_bytes,
@@ -65,9 +81,8 @@ class Overheads:
 
     def rows(self) -> tuple[dict[str, Any], ...]:
         """The rows of a prediction's `overheads`, without those of no bytes."""
-        segments = f"{_SEGMENT_SHARE:.0%} of the allocated peak (estimate)"
         rows = (
-            ("segments", self.segment_bytes, segments),
+            ("segments", self.segment_bytes, self.segment_formula),
             ("context", CONTEXT_BYTES, "CUDA context and loaded kernels, measured on an H200"),
             (NCCL_OVERHEAD, self.nccl_bytes, "NCCL with two ranks, measured on two H200"),
         )

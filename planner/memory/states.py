@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from planner.families import parameter_shapes
-from planner.memory.templates import FLAT_GROUPS
+from planner.memory.sections import FLAT_GROUPS
 from planner.model import ModelSpec
 from planner.plan import Engine, Optimizer, Precision
 
@@ -108,6 +108,11 @@ def finished_layers(position: str, inner: int) -> int:
     }.get(position, 0)
 
 
+def tied_shares(position: str) -> int:
+    """Gradients of a tied weight that autograd holds beside the one of the running section."""
+    return (position in BACKWARD_POSITIONS[1:]) + (position == "embed_backward")
+
+
 class PeakmarkStates:
     """Our engine at one stage: what each position of a step holds beside the model's tensors."""
 
@@ -159,10 +164,9 @@ class PeakmarkStates:
         return {
             "gathered": self._gathered(position) * self._bytes.parameter,
             "gradients": self._gradients(position) * self._bytes.gradient,
-            # Autograd holds the head's share of a tied weight until the embedding's joins it.
-            "temporary": (position in BACKWARD_POSITIONS[1:])
-            * self._tied_numel
-            * self._bytes.gradient,
+            # Autograd holds the head's share of a tied weight until the embedding's is there, and
+            # then sums both into a third tensor.
+            "temporary": tied_shares(position) * self._tied_numel * self._bytes.gradient,
         }
 
     def _gathered(self, position: str) -> Any:

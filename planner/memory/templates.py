@@ -8,7 +8,7 @@ writes them from the real modules; nothing here is a formula of an architecture.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -17,21 +17,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planner.memory.sections import (
+    BACKWARD,
+    COMPONENTS,
+    FLAT_GROUPS,
+    FORWARD,
+    Extent,
+    LiveSet,
+    Steps,
+    extent,
+)
 from planner.model import ModelSpec
 
-COMPONENTS = ("activations", "attention", "logits", "temporary", "gradients")
-FLAT_GROUPS = ("flat_embedding", "flat_layer", "flat_head")
-FORWARD = ("embed", "first_layer", "layer", "last_layer", "head", "loss")
-BACKWARD = (
-    "loss_backward",
-    "last_layer_backward",
-    "layer_backward",
-    "first_layer_backward",
-    "embed_backward",
-)
 Floats = npt.NDArray[np.float64]
-LiveSet = Mapping[str, Sequence[Sequence[int]]]
-Section = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +99,20 @@ def attention_variant(spec: ModelSpec, attention: str, compute: str, sequence_le
 
 
 @lru_cache(maxsize=512)
-def load_moments(family: str, key: str, gradients: str) -> Moments:
-    """The moments of one template; `gradients` is "kept" or "added" (see `runners.trace`)."""
+def load_steps(family: str, key: str, gradients: str) -> Steps:
+    """The traced rows of one template; `gradients` is "kept" or "added" (see `runners.trace`)."""
     data = _family_file(family)
     index = data["templates"][key]
-    sections = {name: data["sections"][i] for name, i in index["forward"].items()}
-    sections |= {name: data["sections"][i] for name, i in index[gradients].items()}
-    return _compile(sections, data["monomials"])
+    numbers = {**index["forward"], **index[gradients]}
+    rows = {name: data["sections"][i] for name, i in numbers.items()}
+    return Steps(tuple(data["monomials"]), rows)
+
+
+@lru_cache(maxsize=512)
+def load_moments(family: str, key: str, gradients: str) -> Moments:
+    """The moments of one template that can be a peak; arguments as for `load_steps`."""
+    steps = load_steps(family, key, gradients)
+    return _compile({name: extent(steps, name) for name in (*FORWARD, *BACKWARD)})
 
 
 @lru_cache(maxsize=512)
@@ -161,10 +166,11 @@ def monomial_values(
 class _Compiler:
     """Walks the sections in the order of a step and collects absolute live sets."""
 
-    def __init__(self, sections: Mapping[str, Section], names: Sequence[str]) -> None:
-        self._sections, self._names = sections, names
-        used = {names[i] for s in sections.values() for i in _numbers(s)}
-        self.monomials = tuple(sorted(used - set(FLAT_GROUPS)))
+    def __init__(self, extents: Mapping[str, Extent]) -> None:
+        self._extents = extents
+        live_sets = [live for e in extents.values() for live in (e.net, *e.peaks)]
+        names = {monomial for live in live_sets for _, monomial in live}
+        self.monomials = tuple(sorted(names - set(FLAT_GROUPS)))
         self._column = {name: i for i, name in enumerate(self.monomials)}
         shape = (len(COMPONENTS), len(self.monomials))
         self._live, self._live_inner = np.zeros(shape), np.zeros(shape)
@@ -187,42 +193,34 @@ class _Compiler:
         self._live = self._live + net
 
     def _moments(self, name: str, position: str) -> None:
-        section = self._sections[name]
-        for vector in section["peaks"]:
-            self._add(position, vector, at_end=False)
-        self._add(position, section["net"], at_end=True)
+        section = self._extents[name]
+        for live in section.peaks:
+            self._add(position, live, at_end=False)
+        self._add(position, section.net, at_end=True)
 
-    def _add(self, position: str, vector: LiveSet, at_end: bool) -> None:
-        dense, flat_key = self._dense(vector)
+    def _add(self, position: str, live: LiveSet, at_end: bool) -> None:
+        dense, flat_key = self._dense(live)
         self.rows.append((position, self._live + dense, self._live_inner, flat_key, at_end))
 
     def _net(self, name: str) -> Floats:
-        net = self._dense(self._sections[name]["net"])[0]
+        net = self._dense(self._extents[name].net)[0]
         # What becomes of a finished gradient is the engine's affair (see `states`).
         net[COMPONENTS.index("gradients")] = 0.0
         return net
 
-    def _dense(self, vector: LiveSet) -> tuple[Floats, int]:
+    def _dense(self, live: LiveSet) -> tuple[Floats, int]:
         dense = np.zeros((len(COMPONENTS), len(self.monomials)))
         flat_key = 0
-        for component, entries in vector.items():
-            for number, size_bytes in entries:
-                monomial = self._names[number]
-                if monomial in FLAT_GROUPS:
-                    flat_key |= 1 << FLAT_GROUPS.index(monomial)
-                else:
-                    dense[COMPONENTS.index(component), self._column[monomial]] += size_bytes
+        for (component, monomial), size_bytes in live.items():
+            if monomial in FLAT_GROUPS:
+                flat_key |= 1 << FLAT_GROUPS.index(monomial)
+            else:
+                dense[COMPONENTS.index(component), self._column[monomial]] += size_bytes
         return dense, flat_key
 
 
-def _numbers(section: Section) -> Iterator[int]:
-    for vector in (section["net"], *section["peaks"]):
-        for entries in vector.values():
-            yield from (number for number, _ in entries)
-
-
-def _compile(sections: Mapping[str, Section], names: Sequence[str]) -> Moments:
-    compiler = _Compiler(sections, names)
+def _compile(extents: Mapping[str, Extent]) -> Moments:
+    compiler = _Compiler(extents)
     for name in (*FORWARD, *BACKWARD):
         compiler.visit(name)
     position, constant, per_inner, flat_key, at_end = zip(*compiler.rows, strict=True)

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from planner.memory.sections import COMPONENTS, FLAT_GROUPS
 from planner.memory.states import BACKWARD_POSITIONS, Parts
-from planner.memory.templates import COMPONENTS, FLAT_GROUPS, Moments, monomial_values
+from planner.memory.templates import Moments, monomial_values
 from planner.model import ModelSpec
 
 OPTIMIZER_STEP = "optimizer"

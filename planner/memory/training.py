@@ -12,14 +12,33 @@ import numpy.typing as npt
 from planner.hardware import Gpu
 from planner.memory import ledger
 from planner.memory.fsdp2 import Fsdp2States
-from planner.memory.overheads import Overheads, workspace_bytes
+from planner.memory.overheads import TYPICAL_SEGMENT_SHARE, Overheads, workspace_bytes
+from planner.memory.replay_engines import replay_training
+from planner.memory.sections import COMPONENTS
 from planner.memory.states import PeakmarkStates
-from planner.memory.templates import COMPONENTS, attention_variant, load_moments
-from planner.memory.timeline import PHASES, EngineStates, Moment, Timeline, phase_of
+from planner.memory.templates import attention_variant, load_moments
+from planner.memory.timeline import (
+    PHASES,
+    EngineStates,
+    Moment,
+    Timeline,
+    add_parts,
+    phase_of,
+)
 from planner.model import ModelSpec
 from planner.plan import Engine, Parallelism, Precision, TrainingWorkload
 
-PARTS = ("parameters", "gradients", "optimizer", "gathered", *COMPONENTS[:-1], "workspace")
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    *COMPONENTS[:-1],
+    "workspace",
+    "rounding",
+)
+# Fewer layers have no inner one to stand for the rest.
+_MIN_REPLAYED_LAYERS = 3
 # What an array of 64-bit integers can hold with the overheads on top; no plan that runs comes near.
 _MOST_GRID_BYTES = 2.0**62
 _STATES: dict[Engine, type[PeakmarkStates] | type[Fsdp2States]] = {
@@ -127,10 +146,13 @@ def training_memory(
     workload: TrainingWorkload,
     parallelism: Parallelism,
     hardware: Gpu | None = None,
+    segment_share: float | None = None,
 ) -> TrainingMemory:
     """Predict the peak memory of a steady training step on rank 0, which holds the most.
 
-    `hardware` decides the size of the library workspaces; without it they are Hopper's.
+    The caching allocator is replayed over the step's tensors (tens of milliseconds), unless
+    `segment_share` says how much of the allocated peak its segments hold beside tensors (under
+    two milliseconds). `hardware` decides the size of library workspaces; without it Hopper's.
     """
     key = template_key(spec, workload, workload.sequence_length)
     states = _states(
@@ -143,13 +165,46 @@ def training_memory(
         for name, moment in timeline.highest().items()
     }
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
+    ranks = parallelism.world_size
+    if segment_share is None and spec.num_layers >= _MIN_REPLAYED_LAYERS:
+        replayed = replay_training(spec, workload, parallelism, key, hardware)
+        peak = _rounded_to_blocks(peak, replayed.allocated_bytes)
+        by_phase[phase_of(peak.position)] = peak
+        over = Overheads.replayed(round(peak.total_bytes), replayed.reserved_bytes, ranks)
+    else:
+        share = TYPICAL_SEGMENT_SHARE if segment_share is None else segment_share
+        over = Overheads.estimated(round(peak.total_bytes), ranks, share)
     return TrainingMemory(
         peak=peak,
         by_phase=by_phase,
-        overheads=Overheads.of(round(peak.total_bytes), parallelism.world_size),
+        overheads=over,
         entries=ledger.entries(spec, workload, parallelism, states, peak, key),
         formulas=ledger.formulas(spec, workload, parallelism, peak),
     )
+
+
+def _rounded_to_blocks(peak: Moment, allocated_bytes: int) -> Moment:
+    """The peak as the allocator counts it: whole blocks, some a little larger than their tensor."""
+    more = allocated_bytes - round(peak.total_bytes)
+    # Where the formulas add what does not quite coincide, the replay says so: less is temporary.
+    return Moment(
+        peak.position, add_parts(peak.parts, {"rounding" if more > 0 else "temporary": more})
+    )
+
+
+def plan_segment_share(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    hardware: Gpu | None = None,
+) -> float:
+    """What a plan's replay reserves beyond the formulas' allocated peak, as a share of that peak.
+
+    With it, `training_grid` reserves for the plan itself what its replay does.
+    """
+    replayed = training_memory(spec, workload, parallelism, hardware)
+    formulas = training_memory(spec, workload, parallelism, hardware, TYPICAL_SEGMENT_SHARE)
+    return float(replayed.overheads.reserved_bytes / formulas.allocated_bytes - 1)
 
 
 def training_grid(
@@ -161,8 +216,12 @@ def training_grid(
     micro_batches: Sequence[int],
     sequence_lengths: Sequence[int],
     hardware: Gpu | None = None,
+    segment_share: float = TYPICAL_SEGMENT_SHARE,
 ) -> dict[str, npt.NDArray[np.int64]]:
-    """Predict a grid of plans; each array has the axes stage, world size, batch, sequence."""
+    """Predict a grid of plans; each array has the axes stage, world size, batch, sequence.
+
+    Segments are `segment_share` of the allocated peak: the allocator is not replayed here.
+    """
     shape = (len(zero_stages), len(world_sizes), len(micro_batches), len(sequence_lengths))
     peak = np.zeros(shape)
     worlds = np.array(world_sizes, dtype=np.int64)[:, None, None]
@@ -179,7 +238,7 @@ def training_grid(
     allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
         np.int64
     ) + workspace_bytes(hardware)
-    over = Overheads.of(allocated_bytes, worlds)
+    over = Overheads.estimated(allocated_bytes, worlds, segment_share)
     return {
         "allocated_bytes": allocated_bytes,
         "reserved_bytes": over.reserved_bytes,

@@ -54,21 +54,16 @@ class _Pool:
         return self.items.setdefault(_compact(value), len(self.items))
 
 
-def _numbered(section: Any, names: _Pool) -> Any:
-    """Replace monomials by their numbers: live sets as {component: [[number, bytes], ...]}."""
-    if isinstance(section, list):
-        return [[*row[:4], names.add(row[4]), row[5]] for row in section]
-    return {
-        "net": _numbered_live(section["net"], names),
-        "peaks": [_numbered_live(peak, names) for peak in section["peaks"]],
-    }
-
-
-def _numbered_live(live: dict[str, dict[str, int]], names: _Pool) -> dict[str, list[list[int]]]:
-    return {
-        component: [[names.add(monomial), size] for monomial, size in entries.items()]
-        for component, entries in live.items()
-    }
+def _numbered(rows: list[list[Any]], names: _Pool) -> list[list[Any]]:
+    """Replace the monomials of a section's or of saved tensors' rows by their numbers."""
+    out = []
+    for row in rows:
+        if len(row) == 6:
+            row = [*row[:4], names.add(row[4]), row[5]]
+        elif len(row) == 3:
+            row = [row[0], names.add(row[1]), row[2]]
+        out.append(row)
+    return out
 
 
 def _compact(value: Any) -> str:

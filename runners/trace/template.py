@@ -1,48 +1,55 @@
-"""Condense a tape into a template: what each section keeps, and its highest moments.
+"""Encode a tape as a template: the ordered allocations and releases of every section of a step.
 
-A live set is a vector: bytes per (component, monomial of dimensions). Of all moments of a section
-only those that no other moment of it exceeds in every entry can be the peak of some model, so only
-those are kept.
+The planner reads them back (`planner.memory.sections`): it sums them into live sets, and replays
+them through the caching allocator. A release names its tensor by the place where it was allocated,
+relative to the section, so that one inner layer stands for any number of them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
+from planner.memory.sections import (
+    BACKWARD,
+    COMPONENTS,
+    FLAT_GROUPS,
+    FORWARD,
+    FORWARD_ABOVE,
+    FORWARD_BELOW,
+    LAST_INNER,
+    OWN_FORWARD,
+    PREVIOUS,
+    SECTIONS,
+    THIS,
+)
 from runners.trace.model import Variant
-from runners.trace.step import BACKWARD, FORWARD, LAYER_NAMES, trace_step
+from runners.trace.step import LAYER_NAMES, trace_step
 from runners.trace.tape import Allocation, Event
 
-LiveSet = Counter[tuple[str, str]]
+Encoded = list[list[Any]]
 
 
 def build_template(variant: Variant) -> dict[str, Any]:
-    """Trace a variant; returns the JSON form read by `planner.memory.templates`.
+    """Trace a variant; returns {"forward", "kept", "added", "saved"}: events by section name.
 
     "kept" backward sections keep the gradients they produce; in "added" ones autograd adds them
     into buffers that exist already, so each lives for a moment only.
     """
-    kept = _classified(trace_step(variant, gradients_exist=False))
-    added = _classified(trace_step(variant, gradients_exist=True))
+    kept = _Encoder(trace_step(variant, gradients_exist=False))
+    added = _Encoder(trace_step(variant, gradients_exist=True))
     return {
-        "forward": {name: _section(kept, name) for name in FORWARD},
-        "kept": {name: _section(kept, name) for name in BACKWARD},
-        "added": {name: _section(added, name) for name in BACKWARD},
-        "saved": _saved(kept),
+        "forward": kept.sections(FORWARD),
+        "kept": kept.sections(BACKWARD),
+        "added": added.sections(BACKWARD),
+        "saved": kept.saved(),
     }
 
 
-def _classified(events: list[Event]) -> list[Event]:
-    """Give every allocation its component: what the backward needs is not temporary."""
-    saved = {id(allocation) for allocation in _alive_at_turn(events)}
-    for event in events:
-        event.allocation.kind = _component(event.allocation, id(event.allocation) in saved)
-    return events
-
-
 def _component(allocation: Allocation, is_saved: bool) -> str:
+    """What the backward needs is an activation; what it does not is temporary."""
     if allocation.kind == "gradients":
         return "gradients"
     names = allocation.monomial.split("*")
@@ -53,89 +60,91 @@ def _component(allocation: Allocation, is_saved: bool) -> str:
     return "activations" if is_saved else "temporary"
 
 
-def _section(events: list[Event], name: str) -> dict[str, Any]:
-    mine = [event for event in events if event.section == name]
-    shared = _released_by_every_layer(mine, name)
-    live: LiveSet = Counter()
-    moments: list[LiveSet] = []
-    for event in mine:
+class _Encoder:
+    """Numbers the allocations of each section and writes releases as references to them."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._saved = {id(allocation): allocation for allocation in _alive_at_turn(events)}
+        self._events: dict[str, list[Event]] = defaultdict(list)
+        self._place: dict[int, tuple[str, int]] = {}
+        count: dict[str, int] = defaultdict(int)
+        for event in events:
+            self._events[event.section].append(event)
+            if event.sign > 0 and event.allocation.op != "mark":
+                section = event.section
+                self._place[id(event.allocation)] = (section, count[section])
+                count[section] += 1
+        self._order = list(self._events)
+
+    def sections(self, names: Iterable[str]) -> dict[str, Encoded]:
+        """The encoded events of the named sections; all inner layers must agree."""
+        for inner in ("layer", "layer_backward"):
+            if inner in names:
+                other = inner.replace("layer", "other_layer", 1)
+                if self._encode(inner) != self._encode(other):
+                    raise ValueError(f"{inner} and {other} allocate differently")
+        return {name: self._encode(name) for name in names}
+
+    def _encode(self, section: str) -> Encoded:
+        rows = [self._row(section, event) for event in self._events[section]]
+        every_inner = SECTIONS.index("layer")
+        rows = [
+            row
+            for row in rows
+            if row[0] != LAST_INNER or len(row) != 2 or [every_inner, row[1]] not in rows
+        ]
+        encoded: Encoded = []
+        # Releases with nothing between them may come in any order: autocast's cache has none.
+        for is_release, run in groupby(rows, key=lambda row: len(row) == 2):
+            ordered = list(run)
+            encoded += sorted(ordered) if is_release else ordered
+        return encoded
+
+    def _row(self, section: str, event: Event) -> list[Any]:
         allocation = event.allocation
-        repeated = _description(allocation) in shared
-        if repeated and allocation.section != "layer":
-            continue
-        monomial = "*".join(filter(None, ("layers" if repeated else "", allocation.monomial)))
-        entry = (allocation.kind, monomial)
-        live[entry] += event.sign * allocation.coefficient_bytes
+        if allocation.op == "mark":
+            return [FLAT_GROUPS.index(allocation.monomial)]
         if event.sign > 0:
-            moments.append(Counter(live))
-    return {"net": _as_json(live), "peaks": [_as_json(m) for m in _undominated(moments)]}
+            component = _component(allocation, id(allocation) in self._saved)
+            size = allocation.coefficient_bytes
+            return [COMPONENTS.index(component), allocation.monomial, size]
+        place, number = self._place[id(allocation)]
+        return [self._code(section, place), number]
+
+    def _code(self, section: str, place: str) -> int:
+        """How `section` refers to what was allocated in `place`."""
+        if place == section:
+            return THIS
+        before = self._order[self._order.index(section) - 1]
+        if place == before:
+            return PREVIOUS
+        if section == place + "_backward" and place in LAYER_NAMES:
+            return OWN_FORWARD
+        if before == place + "_backward" and place in LAYER_NAMES:
+            return FORWARD_ABOVE
+        forward = section.removesuffix("_backward")
+        if forward in LAYER_NAMES and place == self._order[self._order.index(forward) - 1]:
+            return FORWARD_BELOW
+        return LAST_INNER if place == "other_layer" else SECTIONS.index(place)
+
+    def saved(self) -> dict[str, list[list[Any]]]:
+        """The tensors alive between forward and backward: name, op, shape, dtype, monomial, B."""
+        rows: dict[str, list[list[Any]]] = defaultdict(list)
+        for allocation in self._saved.values():
+            if allocation.section in FORWARD:
+                rows[allocation.section].append(_saved_row(allocation))
+        return dict(rows)
 
 
-def _description(allocation: Allocation) -> tuple[str, str, int]:
-    return (allocation.op, allocation.monomial, allocation.coefficient_bytes)
-
-
-def _released_by_every_layer(events: list[Event], section: str) -> set[tuple[str, str, int]]:
-    """What this section releases once per layer, such as autocast's copies of the weights."""
-    if section.removesuffix("_backward") in LAYER_NAMES:
-        return set()
-    inner = [e.allocation for e in events if e.sign < 0 and e.allocation.section == "layer"]
-    return {_description(allocation) for allocation in inner}
-
-
-def _totals(moment: LiveSet) -> Counter[str]:
-    totals: Counter[str] = Counter()
-    for (_, monomial), size_bytes in moment.items():
-        totals[monomial] += size_bytes
-    return totals
-
-
-def _undominated(moments: list[LiveSet]) -> list[LiveSet]:
-    """Drop each moment that another one exceeds or equals in every monomial."""
-    kept: list[tuple[Counter[str], LiveSet]] = []
-    for moment in moments:
-        totals = _totals(moment)
-        if any(_covers(other, totals) for other, _ in kept):
-            continue
-        kept = [pair for pair in kept if not _covers(totals, pair[0])]
-        kept.append((totals, moment))
-    return [moment for _, moment in kept]
-
-
-def _covers(high: Counter[str], low: Counter[str]) -> bool:
-    return all(high[name] >= low[name] for name in high.keys() | low.keys() if _weighs(name))
-
-
-def _weighs(monomial: str) -> bool:
-    """Whether a term can decide a peak: more than one value per token, a weight, a buffer."""
-    if monomial.startswith("flat_"):
-        return True
-    return len(set(monomial.split("*")) - {"batch", "seq", "top_k"}) > 0 and "*" in monomial
-
-
-def _as_json(live: LiveSet) -> dict[str, dict[str, int]]:
-    out: dict[str, dict[str, int]] = {}
-    for (component, monomial), size_bytes in sorted(live.items()):
-        if size_bytes:
-            out.setdefault(component, {})[monomial] = size_bytes
-    return out
-
-
-def _saved(events: list[Event]) -> dict[str, list[list[Any]]]:
-    """The tensors alive between forward and backward: name, op, shape, dtype, monomial, bytes."""
-    saved: dict[str, list[list[Any]]] = {}
-    for allocation in _alive_at_turn(events):
-        if allocation.section in FORWARD:
-            row = [
-                _short_name(allocation.name),
-                allocation.op.removeprefix("aten.").split(".")[0],
-                allocation.shape,
-                allocation.dtype,
-                allocation.monomial,
-                allocation.coefficient_bytes,
-            ]
-            saved.setdefault(allocation.section, []).append(row)
-    return saved
+def _saved_row(allocation: Allocation) -> list[Any]:
+    return [
+        _short_name(allocation.name),
+        allocation.op.removeprefix("aten.").split(".")[0],
+        allocation.shape,
+        allocation.dtype,
+        allocation.monomial,
+        allocation.coefficient_bytes,
+    ]
 
 
 def _alive_at_turn(events: list[Event]) -> Iterable[Allocation]:

@@ -11,6 +11,7 @@ import pytest
 from planner import accuracy
 from planner.accuracy import accuracy_report, breaches, compare, summarize
 from planner.plan import Plan
+from planner.predict import SPEED_IS_A_BOUND
 from planner.records import RecordedRow, parse_row, read_file, row_id
 
 RECORDED = Path(__file__).resolve().parents[2] / "recorded"
@@ -251,3 +252,12 @@ def test_a_rank_alone_is_not_charged_for_a_communicator() -> None:
 
 def test_ranks_that_share_a_gpu_are_not_compared_by_its_device_bytes() -> None:
     assert set(_memory_quantities("shared")) == {"allocated", "reserved"}
+
+
+def test_the_note_on_speed_says_what_recorded_steps_say() -> None:
+    rows = [row for path in sorted(RECORDED.glob("*.jsonl")) for row in read_file(path)]
+    found = [residual.comparison for residual in accuracy_report(rows).residuals]
+    times = [c.measured / c.predicted for c in found if c.quantity == "step_time"]
+    ratio = sum(times) / len(times)
+    assert 1.7 < ratio < 2.5
+    assert "about twice as long" in SPEED_IS_A_BOUND

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.config_input import spec_from_config
+from planner.memory.sections import COMPONENTS
 from planner.memory.templates import (
-    COMPONENTS,
     attention_variant,
     load_moments,
     load_saved,

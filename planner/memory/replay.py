@@ -1,0 +1,238 @@
+"""Replay whole training steps through the caching allocator: allocated and reserved, to the block.
+
+The traced rows of each section run layer by layer between the engine's own allocations. Three steps
+are run: optimizer states appear in the first, and from the third on nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from planner.memory.allocator import CachingAllocator
+from planner.memory.sections import (
+    COMPONENTS,
+    FORWARD_ABOVE,
+    FORWARD_BELOW,
+    LAST_INNER,
+    OWN_FORWARD,
+    PREVIOUS,
+    SECTIONS,
+    THIS,
+    Steps,
+)
+from planner.memory.templates import monomial_values
+from planner.model import ModelSpec
+
+NUM_STEPS = 3
+MAX_MICRO_BATCHES = 2  # a third finds what the second found
+_GRADIENTS = COMPONENTS.index("gradients")
+Blocks = list[Any]
+
+
+class Memory:
+    """A caching allocator whose blocks are held under keys."""
+
+    def __init__(self) -> None:
+        self.allocator = CachingAllocator()
+        self._held: dict[Any, Any] = {}
+
+    def take(self, key: Any, size_bytes: int, stream: int = 0) -> None:
+        """Allocate under `key`, unless it is held already or there is nothing to hold."""
+        if size_bytes > 0 and key not in self._held:
+            self._held[key] = self.allocator.allocate(size_bytes, stream)
+
+    def give(self, *keys: Any) -> None:
+        """Release what is held under each key."""
+        for key in keys:
+            block = self._held.pop(key, None)
+            if block is not None:
+                self.allocator.release(block)
+
+    def holds(self, key: Any) -> bool:
+        """Whether something is held under `key`."""
+        return key in self._held
+
+
+class EngineReplay(Protocol):
+    """An engine's own allocations around the sections of a step."""
+
+    def start(self) -> None:
+        """Build: parameters and what stays."""
+
+    def before(self, section: str, layer: int) -> None:
+        """Gather what the section needs."""
+
+    def first_gradient(self, group: int, layer: int) -> None:
+        """A parameter group's first gradient has arrived (an index of FLAT_GROUPS)."""
+
+    def after(self, section: str, layer: int, gradients: Blocks, last_micro_batch: bool) -> None:
+        """Reduce and free; `gradients` are the blocks that autograd left as gradients."""
+
+    def optimizer_step(self) -> None:
+        """Step the optimizer and free the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Peak of the last step, and segments held at the end, in bytes."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class ModelReplay:
+    """Runs the traced sections of one model, with as many inner layers as it has."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        steps: Steps,
+        memory: Memory,
+        engine: EngineReplay,
+        micro_batch: int,
+        sequence_length: int,
+    ) -> None:
+        self._num_layers, self._engine = spec.num_layers, engine
+        self._allocator = memory.allocator
+        values = monomial_values(spec, steps.monomials, micro_batch, sequence_length)
+        sizes = [round(value * 2) for value in values.tolist()]  # halves: head_dim may be odd
+        self._rows = {
+            name: [_sized(row, sizes) for row in rows] for name, rows in steps.rows.items()
+        }
+        # Autograd holds the head's share of a tied weight until the embedding's has been added.
+        self._tied_row = (
+            _weight_gradient(steps, "loss_backward") if spec.tie_word_embeddings else -1
+        )
+        self._joining_row = _weight_gradient(steps, "embed_backward")
+        self._tied_block: Any = None
+        self._blocks: dict[tuple[str, int], Blocks] = {}
+        self._previous: Blocks = []
+
+    def micro_batch(self, is_last: bool) -> None:
+        """Run forward and backward once."""
+        last = self._num_layers - 1
+        self._run("embed", 0, is_last)
+        for layer in range(self._num_layers):
+            self._run(self._layer_name(layer), layer, is_last)
+        for section in ("head", "loss", "loss_backward"):
+            self._run(section, 0, is_last)
+        for layer in range(last, -1, -1):
+            self._run(self._layer_name(layer) + "_backward", layer, is_last)
+        self._run("embed_backward", 0, is_last)
+
+    def _layer_name(self, layer: int) -> str:
+        if layer == 0:
+            return "first_layer"
+        return "last_layer" if layer == self._num_layers - 1 else "layer"
+
+    def _run(self, section: str, layer: int, is_last: bool) -> None:
+        self._engine.before(section, layer)
+        own: Blocks = []
+        self._blocks[_place(section), layer] = own
+        gradients: Blocks = []
+        for row in self._rows[section]:
+            if len(row) == 3:
+                self._allocate(section, row, own, gradients)
+            elif len(row) == 2:
+                for blocks in self._referred(section, layer, row[0], own):
+                    self._release(blocks, row[1])
+            else:
+                self._mark(section, row[0], layer)
+            if self._tied_block is not None and section == "embed_backward":
+                self._join_tied(own, gradients)
+        self._previous = own
+        self._engine.after(section, layer, gradients, is_last)
+
+    def _allocate(self, section: str, row: Sequence[int], own: Blocks, gradients: Blocks) -> None:
+        block = self._allocator.allocate(row[2]) if row[2] else None
+        if row[0] == _GRADIENTS:
+            gradients.append(block)
+        if section == "loss_backward" and len(own) == self._tied_row:
+            self._tied_block = block
+            if row[0] == _GRADIENTS:
+                gradients.pop()
+            block = None
+        own.append(block)
+
+    def _release(self, blocks: Blocks, number: int) -> None:
+        block, blocks[number] = blocks[number], None
+        if block is not None:
+            self._allocator.release(block)
+
+    def _mark(self, section: str, group: int, layer: int) -> None:
+        if section != "loss_backward" or self._tied_row < 0:
+            self._engine.first_gradient(group, layer)
+
+    def _join_tied(self, own: Blocks, gradients: Blocks) -> None:
+        """Once the embedding's share exists both are summed into a third tensor, and freed."""
+        if len(own) <= self._joining_row:
+            return
+        embedding_share, head_share = own[self._joining_row], self._tied_block
+        total = self._allocator.allocate(head_share.size_bytes)
+        own[self._joining_row], self._tied_block = total, None
+        if embedding_share in gradients:
+            gradients[gradients.index(embedding_share)] = total
+        self._allocator.release(embedding_share)
+        self._allocator.release(head_share)
+
+    def _referred(self, section: str, layer: int, code: int, own: Blocks) -> list[Blocks]:
+        if code == THIS:
+            return [own]
+        if code == PREVIOUS:
+            return [self._previous]
+        if code == OWN_FORWARD:
+            return [self._blocks["forward", layer]]
+        if code == FORWARD_ABOVE:
+            return [self._blocks["forward", layer + 1]]
+        if code == FORWARD_BELOW:
+            return [self._blocks["forward", layer - 1] if layer else self._blocks["embed", 0]]
+        if code == LAST_INNER:
+            return [self._blocks["forward", self._num_layers - 2]]
+        return self._absolute(SECTIONS[code])
+
+    def _absolute(self, section: str) -> list[Blocks]:
+        place, last = _place(section), self._num_layers - 1
+        if section.startswith("layer"):
+            return [self._blocks[place, layer] for layer in range(1, last)]
+        layer = last if section.startswith("last_layer") else 0
+        return [self._blocks[place, layer]]
+
+
+def _place(section: str) -> str:
+    """Layers of every kind share one place per direction."""
+    if "layer" not in section:
+        return section
+    return "backward" if section.endswith("_backward") else "forward"
+
+
+def _sized(row: Sequence[int], doubled_sizes: list[int]) -> tuple[int, ...]:
+    if len(row) == 3:
+        return (row[0], row[1], doubled_sizes[row[1]] * row[2] // 2)
+    return tuple(row)
+
+
+def _weight_gradient(steps: Steps, section: str) -> int:
+    """Which allocation of a section is the gradient of a vocabulary-sized weight: the last such."""
+    found = -1
+    for number, row in enumerate(steps.allocations(section)):
+        names = steps.monomials[row[1]].split("*")
+        if "vocab" in names and "seq" not in names:
+            found = number
+    return found
+
+
+def replay(
+    model: ModelReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int
+) -> Replayed:
+    """Build, then run NUM_STEPS steps; the peak is the last step's."""
+    engine.start()
+    micro_batches = min(grad_accumulation, MAX_MICRO_BATCHES)
+    for _ in range(NUM_STEPS):
+        memory.allocator.reset_peak()
+        for index in range(micro_batches):
+            model.micro_batch(is_last=index == micro_batches - 1)
+        engine.optimizer_step()
+    allocator = memory.allocator
+    return Replayed(allocator.peak_allocated_bytes, allocator.reserved_bytes)

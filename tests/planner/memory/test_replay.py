@@ -1,0 +1,63 @@
+"""The replay against what H200 runs reserved, and its place in a prediction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.memory.training import plan_segment_share, training_memory
+from planner.plan import Parallelism, Plan, TrainingWorkload, parse_plan
+from planner.presets import resolve_model
+from planner.units import MIB_BYTES
+
+ROOT = Path(__file__).parents[3]
+
+
+def measured(file: str) -> list[tuple[Plan, dict[str, Any]]]:
+    rows = [json.loads(line) for line in (ROOT / "recorded" / file).read_text().splitlines()]
+    done = [r for r in rows if r["kind"] == "train_step" and r["outcome"] == "done"]
+    return [(parse_plan(row["spec"]["plan"]), row["measured"]) for row in done]
+
+
+def test_untied_models_come_out_within_a_segment_or_two() -> None:
+    """Where no weight is tied, the order of allocations is known to the last block."""
+    cases = [c for c in measured("h200-main-job.jsonl") if not c[0].model.tie_word_embeddings]
+    assert len(cases) >= 14
+    for plan, seen in cases:
+        assert isinstance(plan.workload, TrainingWorkload)
+        memory = training_memory(plan.model, plan.workload, plan.parallelism, plan.hardware)
+        assert memory.allocated_bytes == pytest.approx(seen["allocated_bytes"], rel=1e-3)
+        reserved_bytes = memory.overheads.reserved_bytes
+        assert reserved_bytes == pytest.approx(seen["reserved_bytes"], rel=0.021)
+
+
+def test_rounding_is_a_part_of_the_peak_and_a_row_of_the_ledger() -> None:
+    spec = resolve_model("Qwen/Qwen2.5-0.5B")
+    workload = TrainingWorkload(sequence_length=2048)
+    memory = training_memory(spec, workload, Parallelism(zero_stage=3, world_size=8)).to_dict()
+    parts = {part["name"]: part["bytes"] for part in memory["components"]}
+    # The four 2048 x 4864 bf16 tensors of each of 24 layers are 19 MiB in 20 MiB blocks, most of
+    # them in segments of their own.
+    assert 0.8 * 4 * 24 * MIB_BYTES < parts["rounding"] < 1.1 * 4 * 24 * MIB_BYTES
+    named = {row["name"]: row["bytes"] for row in memory["ledger"]}
+    assert named["unsplit ends of blocks"] == parts["rounding"]
+    assert sum(parts.values()) == memory["allocated_bytes"]
+
+
+def test_a_given_share_skips_the_replay() -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B")
+    plan = (spec, TrainingWorkload(), Parallelism())
+    estimated = training_memory(*plan, segment_share=0.5)
+    assert estimated.overheads.segment_bytes == round(0.5 * estimated.allocated_bytes)
+    replayed, share = training_memory(*plan), plan_segment_share(*plan)
+    reserved_bytes = (1 + share) * estimated.allocated_bytes
+    assert replayed.overheads.reserved_bytes == pytest.approx(reserved_bytes)
+
+
+def test_two_layers_have_no_inner_one_and_are_estimated() -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B", {"num_hidden_layers": 2})
+    memory = training_memory(spec, TrainingWorkload(), Parallelism())
+    assert memory.overheads.segment_bytes == round(0.12 * memory.allocated_bytes)
