@@ -38,8 +38,8 @@ def breakdown_figure(
         if part["bytes"]:
             figure.add_bar(**_stacked_part(part, divisor, unit))
     capacity_text = f"capacity {size_text(capacity_bytes, unit)}"
-    add_capacity_line(figure, capacity_bytes / divisor, capacity_text)
     reach = 1.04 * max(total_bytes, capacity_bytes) / divisor
+    add_capacity_line(figure, capacity_bytes / divisor, capacity_text, reach)
     figure.update_xaxes(title=f"{unit_name} on the worst GPU", range=[0, reach])
     figure.update_yaxes(showticklabels=False)
     return figure

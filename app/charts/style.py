@@ -100,8 +100,11 @@ def base_figure(height_px: int, **layout: Any) -> go.Figure:
     return figure
 
 
-def add_capacity_line(figure: go.Figure, capacity: float, label: str) -> None:
-    """Draw the capacity of the GPU as an upright line with its label above the bars."""
+def add_capacity_line(figure: go.Figure, capacity: float, label: str, reach: float) -> None:
+    """Draw the capacity of the GPU as an upright line with its label above the bars.
+
+    On an axis up to `reach` the label goes to the side that has room for it.
+    """
     figure.add_vline(
         x=capacity,
         line_dash="dash",
@@ -109,7 +112,7 @@ def add_capacity_line(figure: go.Figure, capacity: float, label: str) -> None:
         line_width=2,
         annotation_text=label,
         annotation_position="top",
-        annotation_xanchor="right",
+        annotation_xanchor="right" if capacity > reach / 2 else "left",
         annotation_font_size=12,
     )
 

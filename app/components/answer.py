@@ -56,8 +56,8 @@ def _breakdown(prediction: Mapping[str, Any], unit: str) -> None:
         breakdown_figure(parts, prediction["verdict"]["capacity_bytes"], unit),
         key="breakdown",
         title="What fills the GPU at the peak",
-        caption="Predicted (hatched). Components are allocated bytes; segments lead to reserved "
-        "and context to device bytes. Hover a part for its formula.",
+        caption="Predicted (hatched). Components are allocated bytes; segments lead to reserved, "
+        "context and NCCL to device bytes. Hover a part for its formula.",
         rows=[{"part": p["name"], "bytes": p["bytes"], "formula": p["formula"]} for p in parts],
     )
 
@@ -85,7 +85,8 @@ def _heat_map(plan: Plan, unit: str) -> None:
         key="stage_grid",
         title="ZeRO stage × GPUs",
         caption="Predicted device bytes per GPU, all else as planned. Green fits, amber (~) is "
-        "tight, red (✗) does not fit; the frame is this plan.",
+        "tight, red (✗) does not fit; the frame is this plan, whose share of segments is taken "
+        "for all.",
         rows=cells,
     )
 

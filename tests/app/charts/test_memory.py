@@ -56,3 +56,13 @@ def test_a_tiny_plan_is_drawn_in_mib() -> None:
     figure = phases_figure({"phases": phases, "peak_phase": "f"}, "GiB")
     assert figure.data[0].y == (3,)
     assert figure.layout.yaxis.title.text == "MiB allocated"
+
+
+@pytest.mark.parametrize(("times_capacity", "side"), [(0.5, "right"), (1.5, "right"), (4, "left")])
+def test_the_label_of_the_capacity_goes_where_there_is_room(
+    times_capacity: float, side: str
+) -> None:
+    capacity_bytes = 100 * 2**30
+    parts = [{"name": "logits", "bytes": round(times_capacity * capacity_bytes), "formula": ""}]
+    [label] = breakdown_figure(parts, capacity_bytes, "GiB").layout.annotations
+    assert label.xanchor == side
