@@ -9,7 +9,6 @@ import json
 import zlib
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlencode
 
 from planner.units import GIB_BYTES
 
@@ -189,11 +188,6 @@ def query_of_plan(plan: Mapping[str, Any]) -> dict[str, str]:
     }
     packed = pack_config(config) if config is not None else None
     return query | {CONFIG_KEY: packed} if packed else query
-
-
-def plan_link(plan: Mapping[str, Any]) -> str:
-    """Return the relative address of the Plan page showing `plan`."""
-    return "/?" + urlencode(query_of_plan(plan))
 
 
 def pack_config(config: Mapping[str, Any]) -> str | None:

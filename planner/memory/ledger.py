@@ -13,7 +13,12 @@ from planner.memory.states import (
     group_numels,
     state_count,
 )
-from planner.memory.templates import SavedTensor, load_saved, monomial_values
+from planner.memory.templates import (
+    SavedTensor,
+    load_saved,
+    monomial_values,
+    template_versions,
+)
 from planner.memory.timeline import EngineStates, Moment
 from planner.model import ModelSpec
 from planner.plan import Engine, Parallelism, TrainingWorkload
@@ -238,7 +243,8 @@ def formulas(
         "gradients": f"{total} x {sizes.gradient} B, what is alive in {_words(peak.position)}"
         + _over(ranks, stage >= 2, " once reduced"),
         "gathered": f"whole parameters of the units in use in {_words(peak.position)}",
-        "activations": f"tensors saved for backward: {tokens}, {layers}, traced from the model",
+        "activations": f"tensors saved for backward: {tokens}, {layers}, traced from the real "
+        f"module of transformers {template_versions(spec.family)['transformers']}",
         "attention": f"scores: {workload.micro_batch} x {spec.num_heads} heads x "
         f"{workload.sequence_length:,} squared, per layer",
         "logits": f"{tokens} x {spec.vocab_size:,} vocabulary, the copies alive at once",

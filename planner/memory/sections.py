@@ -41,7 +41,6 @@ _BEFORE = {
     "first_layer_backward": "layer_backward",
     "embed_backward": "first_layer_backward",
 }
-Row = tuple[int, ...]
 LiveSet = Counter[tuple[str, str]]
 
 

@@ -168,8 +168,11 @@ def training_memory(
     ranks = parallelism.world_size
     if segment_share is None and spec.num_layers >= _MIN_REPLAYED_LAYERS:
         replayed = replay_training(spec, workload, parallelism, key, hardware)
-        peak = _rounded_to_blocks(peak, replayed.allocated_bytes)
-        by_phase[phase_of(peak.position)] = peak
+        formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
+        by_phase = {
+            name: peak if moment is formula_peak else _no_higher(moment, peak)
+            for name, moment in by_phase.items()
+        }
         over = Overheads.replayed(round(peak.total_bytes), replayed.reserved_bytes, ranks)
     else:
         share = TYPICAL_SEGMENT_SHARE if segment_share is None else segment_share
@@ -190,6 +193,13 @@ def _rounded_to_blocks(peak: Moment, allocated_bytes: int) -> Moment:
     return Moment(
         peak.position, add_parts(peak.parts, {"rounding" if more > 0 else "temporary": more})
     )
+
+
+def _no_higher(moment: Moment, peak: Moment) -> Moment:
+    """A phase's moment, lowered where the replay found the step's peak to be lower."""
+    if round(moment.total_bytes) <= round(peak.total_bytes):
+        return moment
+    return _rounded_to_blocks(moment, round(peak.total_bytes))
 
 
 def plan_segment_share(

@@ -19,14 +19,6 @@ from runners.zero.groups import decoder_layers, partition_parameters
 
 # Of four layers the second stands for all inner ones; the first and the last see the model's ends.
 LAYER_NAMES = ("first_layer", "layer", "other_layer", "last_layer")
-FORWARD = ("embed", "first_layer", "layer", "last_layer", "head", "loss")
-BACKWARD = (
-    "loss_backward",
-    "last_layer_backward",
-    "layer_backward",
-    "first_layer_backward",
-    "embed_backward",
-)
 
 
 def trace_step(variant: Variant, gradients_exist: bool) -> list[Event]:
