@@ -137,7 +137,10 @@ class Fsdp2States:
         if position not in BACKWARD_POSITIONS[1:]:
             return {}
         unit = "root" if position == "embed_backward" else "layer"
-        reduction = self._reduced(unit) + self.shard[unit] * self._stored
+        # The gradients are freed once copied into the input; only then the output appears.
+        freed = self._numel[unit] * self._compute
+        output = np.maximum(self.shard[unit] * self._stored - freed, 0)
+        reduction = self._reduced(unit) + output
         parts: Parts = {
             "temporary": reduction - self._last_reduction(position),
             "gathered": -self._numel[unit] * self._compute,

@@ -131,6 +131,7 @@ class PeakmarkStates:
         self._stage, self._accumulates = stage, accumulates
         self._layers = spec.num_layers
         numels = group_numels(spec)
+        self._embeds_once = len(group_shapes(spec)["embedding"]) == 1
         self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
         self.shard = {n: _ceil_div(numel, world_size) for n, numel in numels.items()}
         self.padded = {n: shard * world_size for n, shard in self.shard.items()}
@@ -198,6 +199,10 @@ class PeakmarkStates:
         if self._accumulates and self._stage < 2:
             return (0, 0, 0)
         sizes = [self.padded[name.removeprefix("flat_")] for name in FLAT_GROUPS]
+        if position == "embed_backward" and self._embeds_once:
+            # The buffer begins when only the sum of a tied weight's shares is left. With learned
+            # positions it begins before, at their gradient.
+            sizes[0] = sizes[0] - tied_shares(position) * self._tied_numel
         return tuple(size * self._bytes.gradient for size in sizes)
 
     def at_section_end(self, position: str) -> Parts:

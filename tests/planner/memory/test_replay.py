@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ from typing import Any
 import pytest
 
 from planner.memory.training import plan_segment_share, training_memory
-from planner.plan import Parallelism, Plan, TrainingWorkload, parse_plan
+from planner.plan import (
+    Attention,
+    Checkpointing,
+    Engine,
+    Parallelism,
+    Plan,
+    Precision,
+    TrainingWorkload,
+    parse_plan,
+)
 from planner.presets import resolve_model
 from planner.units import MIB_BYTES
 
@@ -61,3 +71,34 @@ def test_two_layers_have_no_inner_one_and_are_estimated() -> None:
     spec = resolve_model("meta-llama/Llama-3.1-8B", {"num_hidden_layers": 2})
     memory = training_memory(spec, TrainingWorkload(), Parallelism())
     assert memory.overheads.segment_bytes == round(0.12 * memory.allocated_bytes)
+
+
+@pytest.mark.parametrize("engine", Engine)
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize(
+    "model",
+    [
+        "meta-llama/Llama-3.2-1B",
+        "allenai/OLMo-2-0425-1B",
+        "google/gemma-2-2b",
+        "openai-community/gpt2",
+        "mistralai/Mixtral-8x7B-v0.1",
+    ],
+)
+def test_formulas_and_replay_see_the_same_peak(
+    model: str, precision: Precision, engine: Engine
+) -> None:
+    """Two ways to one number: sums of live sets, and every allocation in its order."""
+    depth = "n_layer" if "gpt2" in model else "num_hidden_layers"
+    spec = resolve_model(model, {depth: 4})
+    for stage, checkpointing, length in itertools.product((2, 3), Checkpointing, (512, 900)):
+        workload = TrainingWorkload(
+            sequence_length=length,
+            precision=precision,
+            attention=Attention.EAGER,
+            checkpointing=checkpointing,
+        )
+        ranks = Parallelism(engine=engine, zero_stage=stage, world_size=4)
+        replayed = training_memory(spec, workload, ranks).allocated_bytes
+        summed = training_memory(spec, workload, ranks, segment_share=0.1).allocated_bytes
+        assert replayed == pytest.approx(summed, rel=0.03)
