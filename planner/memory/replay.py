@@ -67,7 +67,7 @@ class EngineReplay(Protocol):
     def first_gradient(self, group: int, layer: int) -> None:
         """A parameter group's first gradient has arrived (an index of FLAT_GROUPS)."""
 
-    def after(self, section: str, layer: int, gradients: Blocks, last_micro_batch: bool) -> None:
+    def after(self, section: str, layer: int, gradients: Blocks) -> None:
         """Reduce and free; `gradients` are the blocks that autograd left as gradients."""
 
     def optimizer_step(self) -> None:
@@ -110,24 +110,24 @@ class ModelReplay:
         self._blocks: dict[tuple[str, int], Blocks] = {}
         self._previous: Blocks = []
 
-    def micro_batch(self, is_last: bool) -> None:
+    def micro_batch(self) -> None:
         """Run forward and backward once."""
         last = self._num_layers - 1
-        self._run("embed", 0, is_last)
+        self._run("embed", 0)
         for layer in range(self._num_layers):
-            self._run(self._layer_name(layer), layer, is_last)
+            self._run(self._layer_name(layer), layer)
         for section in ("head", "loss", "loss_backward"):
-            self._run(section, 0, is_last)
+            self._run(section, 0)
         for layer in range(last, -1, -1):
-            self._run(self._layer_name(layer) + "_backward", layer, is_last)
-        self._run("embed_backward", 0, is_last)
+            self._run(self._layer_name(layer) + "_backward", layer)
+        self._run("embed_backward", 0)
 
     def _layer_name(self, layer: int) -> str:
         if layer == 0:
             return "first_layer"
         return "last_layer" if layer == self._num_layers - 1 else "layer"
 
-    def _run(self, section: str, layer: int, is_last: bool) -> None:
+    def _run(self, section: str, layer: int) -> None:
         self._engine.before(section, layer)
         own: Blocks = []
         self._blocks[_place(section), layer] = own
@@ -143,7 +143,7 @@ class ModelReplay:
             if self._tied_block is not None and section == "embed_backward":
                 self._join_tied(own, gradients)
         self._previous = own
-        self._engine.after(section, layer, gradients, is_last)
+        self._engine.after(section, layer, gradients)
 
     def _allocate(self, section: str, row: Sequence[int], own: Blocks, gradients: Blocks) -> None:
         block = self._allocator.allocate(row[2]) if row[2] else None
@@ -231,8 +231,8 @@ def replay(
     micro_batches = min(grad_accumulation, MAX_MICRO_BATCHES)
     for _ in range(NUM_STEPS):
         memory.allocator.reset_peak()
-        for index in range(micro_batches):
-            model.micro_batch(is_last=index == micro_batches - 1)
+        for _ in range(micro_batches):
+            model.micro_batch()
         engine.optimizer_step()
     allocator = memory.allocator
     return Replayed(allocator.peak_allocated_bytes, allocator.reserved_bytes)

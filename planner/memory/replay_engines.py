@@ -108,7 +108,7 @@ class PeakmarkReplay(_Engine):
         size_bytes = self._whole[group[0]] * self._sizes.gradient
         self._memory.take(("gradient", group), size_bytes)
 
-    def after(self, section: str, layer: int, gradients: Blocks, last_micro_batch: bool) -> None:
+    def after(self, section: str, layer: int, gradients: Blocks) -> None:
         """Release a layer after its forward; reduce a group after its backward."""
         if not section.endswith("_backward"):
             if self._stage == 3 and "layer" in section:
@@ -254,7 +254,7 @@ class Fsdp2Replay(_Engine):
     def first_gradient(self, group: int, layer: int) -> None:
         """Nothing: FSDP2 takes the gradients that autograd made."""
 
-    def after(self, section: str, layer: int, gradients: Blocks, last_micro_batch: bool) -> None:
+    def after(self, section: str, layer: int, gradients: Blocks) -> None:
         """Free a unit after its forward, reduce it after its backward."""
         if section == "loss":
             self._memory.give(("gathered", ("layer", self._num_layers - 1)))
