@@ -15,9 +15,10 @@ import numpy as np
 
 from planner.errors import PlanError
 from planner.memory.overheads import NCCL_OVERHEAD
-from planner.plan import Plan, TrainingWorkload, parse_plan
+from planner.plan import Plan, parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
+from planner.workload import TrainingWorkload
 
 SCHEMA = 1
 MEMORY_QUANTITIES = ("allocated", "reserved", "device")

@@ -12,9 +12,10 @@ from typing import Any
 
 from planner.memory.replay_engines import replay_training
 from planner.memory.training import plan_segment_share
-from planner.plan import TrainingWorkload, default_plan, parse_plan
+from planner.plan import default_plan, parse_plan
 from planner.predict import predict
 from planner.search import grid
+from planner.workload import TrainingWorkload
 
 REPEATS = 200
 GRID_REPEATS = 3

@@ -13,7 +13,7 @@ from planner.families import parameter_shapes
 from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.operations import Numbers
-from planner.plan import Engine, Parallelism, Precision, TrainingWorkload
+from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
 
 # Between nodes: one 400 Gb/s port per GPU, the usual network of eight-GPU H100 and H200 nodes.
 _NETWORK_ID = "infiniband-ndr400"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.operations import Cost, matmul
-from planner.plan import ServingWorkload, WeightsDtype
 from planner.serving import ServingMemory, kv_sequence_bytes
 from planner.throughput import Throughput, main_bound, peak_flop_s, time_operations
+from planner.workload import ServingWorkload, WeightsDtype
 
 _COMPUTE_DTYPE = {WeightsDtype.FP32: "fp32", WeightsDtype.FP16: "fp16"}
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from planner.families import parameter_shapes
 from planner.model import ModelSpec
-from planner.plan import Attention, Checkpointing, Optimizer, Precision, TrainingWorkload
+from planner.workload import Attention, Checkpointing, Optimizer, Precision, TrainingWorkload
 
 Numbers = float | NDArray[np.float64]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.checks import (
     canonical_json,
+    check_boolean,
     check_choice,
     check_integer,
     check_mapping,
@@ -21,12 +22,29 @@ from planner.config_input import spec_from_config
 from planner.errors import PlanError
 from planner.hardware import Gpu, parse_gpu
 from planner.model import ModelSpec
+from planner.obstacles import check_length, check_parallelism, check_training
 from planner.presets import resolve_model, resolve_preset
+from planner.workload import (
+    Attention,
+    BaseDtype,
+    Checkpointing,
+    Engine,
+    KvDtype,
+    LoraTargets,
+    Loss,
+    Optimizer,
+    Parallelism,
+    Precision,
+    ServingWorkload,
+    TrainingWorkload,
+    WeightsDtype,
+    flat_dict,
+    written_dict,
+)
 
 SCHEMA = 1
 MAX_TOKENS_PER_SEQUENCE = 2**24
 MAX_COUNT = 65536
-MAX_TRITON_HEAD_DIM = 256
 
 
 class Job(StrEnum):
@@ -34,103 +52,6 @@ class Job(StrEnum):
 
     TRAIN = "train"
     SERVE = "serve"
-
-
-class Optimizer(StrEnum):
-    """Update rule and implementation; SGD has momentum 0.9."""
-
-    ADAMW_FUSED = "adamw_fused"
-    ADAMW_FOREACH = "adamw_foreach"
-    ADAMW_LOOP = "adamw_loop"
-    SGD = "sgd"
-
-
-class Precision(StrEnum):
-    """Element types of parameters, gradients, optimizer states and compute."""
-
-    MIXED = "mixed"
-    BF16 = "bf16"
-    FP32 = "fp32"
-    AUTOCAST = "autocast"
-
-
-class Attention(StrEnum):
-    """Implementation of the attention operation."""
-
-    EAGER = "eager"
-    SDPA = "sdpa"
-    TRITON = "triton"
-
-
-class Checkpointing(StrEnum):
-    """Whether layers keep only their input and recompute in the backward."""
-
-    NONE = "none"
-    FULL = "full"
-
-
-class Engine(StrEnum):
-    """What shards the training state."""
-
-    PEAKMARK = "peakmark"
-    FSDP2 = "fsdp2"
-
-
-class WeightsDtype(StrEnum):
-    """Element type of served weights."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-    FP8 = "fp8"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class KvDtype(StrEnum):
-    """Element type of the key-value cache."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-    FP8 = "fp8"
-    INT8 = "int8"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingWorkload:
-    """One optimizer step on one rank: `grad_accumulation` micro-batches of `micro_batch` rows."""
-
-    sequence_length: int = 4096
-    micro_batch: int = 1
-    grad_accumulation: int = 1
-    optimizer: Optimizer = Optimizer.ADAMW_FUSED
-    precision: Precision = Precision.MIXED
-    attention: Attention = Attention.SDPA
-    checkpointing: Checkpointing = Checkpointing.NONE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingWorkload:
-    """Requests held at once on one GPU, each up to `context_length` tokens.
-
-    `utilization` is the share of visible memory that the engine may take.
-    """
-
-    context_length: int = 8192
-    sequences: int = 8
-    weights_dtype: WeightsDtype = WeightsDtype.BF16
-    kv_dtype: KvDtype = KvDtype.BF16
-    utilization: float = 0.9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallelism:
-    """Data parallelism: `world_size` ranks share the training state as `zero_stage` says."""
-
-    engine: Engine = Engine.PEAKMARK
-    zero_stage: int = 3
-    world_size: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +75,10 @@ class Plan:
             "schema": SCHEMA,
             "job": str(self.job),
             "model": dict(self.model_source),
-            "workload": flat_dict(self.workload),
-            "parallelism": flat_dict(self.parallelism),
+            "workload": written_dict(self.workload),
+            "parallelism": written_dict(self.parallelism),
             "hardware": self.hardware.to_dict(),
         }
-
-
-def flat_dict(values: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, choices as text; nested values stay as they are.
-
-    `dataclasses.asdict` copies every value, which would take a third of a prediction's time.
-    """
-    pairs = ((name, getattr(values, name)) for name in values.__dataclass_fields__)
-    return {name: str(value) if isinstance(value, StrEnum) else value for name, value in pairs}
 
 
 @lru_cache(maxsize=256)
@@ -207,6 +119,23 @@ def _parse_training(values: Mapping[str, Any]) -> TrainingWorkload:
         checkpointing=check_choice(
             "workload.checkpointing", merged["checkpointing"], Checkpointing
         ),
+        checkpoint_every=check_integer(
+            "workload.checkpoint_every", merged["checkpoint_every"], 1, MAX_COUNT
+        ),
+        loss=check_choice("workload.loss", merged["loss"], Loss),
+        sync_each_micro_batch=check_boolean(
+            "workload.sync_each_micro_batch", merged["sync_each_micro_batch"]
+        ),
+        lora_rank=check_integer("workload.lora_rank", merged["lora_rank"], 0, MAX_COUNT),
+        lora_targets=check_choice("workload.lora_targets", merged["lora_targets"], LoraTargets),
+        base_dtype=check_choice("workload.base_dtype", merged["base_dtype"], BaseDtype),
+        frozen_layers=check_integer(
+            "workload.frozen_layers", merged["frozen_layers"], 0, MAX_COUNT
+        ),
+        packed=check_boolean("workload.packed", merged["packed"]),
+        expandable_segments=check_boolean(
+            "workload.expandable_segments", merged["expandable_segments"]
+        ),
     )
 
 
@@ -227,65 +156,24 @@ def _parse_serving(values: Mapping[str, Any]) -> ServingWorkload:
 def _parse_parallelism(values: Mapping[str, Any]) -> Parallelism:
     default = flat_dict(Parallelism())
     merged = {**default, **check_mapping("parallelism", values, frozenset(default))}
-    engine = check_choice("parallelism.engine", merged["engine"], Engine)
-    stage = check_integer("parallelism.zero_stage", merged["zero_stage"], 0, 3)
-    world_size = check_integer("parallelism.world_size", merged["world_size"], 1, MAX_COUNT)
-    parallelism = Parallelism(engine=engine, zero_stage=stage, world_size=world_size)
+
+    def size(name: str) -> int:
+        return check_integer(f"parallelism.{name}", merged[name], 1, MAX_COUNT)
+
+    parallelism = Parallelism(
+        engine=check_choice("parallelism.engine", merged["engine"], Engine),
+        zero_stage=check_integer("parallelism.zero_stage", merged["zero_stage"], 0, 3),
+        world_size=size("world_size"),
+        tensor_parallel=size("tensor_parallel"),
+        sequence_parallel=check_boolean(
+            "parallelism.sequence_parallel", merged["sequence_parallel"]
+        ),
+        pipeline_parallel=size("pipeline_parallel"),
+        context_parallel=size("context_parallel"),
+        expert_parallel=size("expert_parallel"),
+    )
     check_parallelism(parallelism)
     return parallelism
-
-
-def check_parallelism(parallelism: Parallelism) -> None:
-    """Raise PlanError where the engine has no such stage."""
-    stage = parallelism.zero_stage
-    if parallelism.engine is Engine.FSDP2 and stage < 2:
-        sentence = (
-            f"parallelism.zero_stage is {stage}: fsdp2 shards gradients and optimizer states "
-            "always, so it has stage 2 (parameters kept after the forward) and stage 3 only."
-        )
-        raise PlanError("parallelism.zero_stage", stage, "2 or 3", sentence=sentence)
-
-
-def _check_length(model: ModelSpec, field_name: str, length: int) -> None:
-    """Raise PlanError where a model has a learned row for each position and too few of them."""
-    if model.family == "gpt2" and length > model.max_positions:
-        raise PlanError(
-            field_name, length, f"at most {model.max_positions}, the positions {model.name} has"
-        )
-
-
-def _attention_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
-    """Return why the chosen kernel cannot compute this model's attention, or None."""
-    window = model.sliding_window
-    capped = model.attention_logit_softcap is not None
-    if workload.attention is Attention.EAGER:
-        return None
-    if capped or (model.family == "gemma2" and workload.attention is Attention.SDPA):
-        return "it does not cap attention logits, as this model does"
-    if workload.attention is Attention.SDPA:
-        return None
-    if window is not None and window < workload.sequence_length:
-        return f"it has no sliding window, and this model's window of {window} is shorter"
-    if model.head_dim > MAX_TRITON_HEAD_DIM:
-        return f"its largest head size is {MAX_TRITON_HEAD_DIM}, this model's is {model.head_dim}"
-    return None
-
-
-def _check_attention(model: ModelSpec, workload: TrainingWorkload) -> None:
-    """Raise PlanError where the chosen kernel cannot compute this model's attention."""
-    obstacle = _attention_obstacle(model, workload)
-    if obstacle is None:
-        return
-    capped = model.attention_logit_softcap is not None
-    others = "eager" if capped or workload.attention is Attention.SDPA else "eager or sdpa"
-    sentence = f"workload.attention is '{workload.attention}': {obstacle}; use {others}."
-    raise PlanError("workload.attention", str(workload.attention), others, sentence=sentence)
-
-
-def check_training(model: ModelSpec, workload: TrainingWorkload) -> None:
-    """Raise PlanError where the model cannot be trained at this length or with this attention."""
-    _check_length(model, "workload.sequence_length", workload.sequence_length)
-    _check_attention(model, workload)
 
 
 _PLAN_FIELDS = frozenset(("schema", "job", "model", "workload", "parallelism", "hardware"))
@@ -305,17 +193,19 @@ def parse_plan(mapping: object) -> Plan:
     job = check_choice("job", values.get("job", "train"), Job)
     model, source = _parse_model(values["model"])
     given = check_mapping("workload", values.get("workload", {}))
+    parallelism = _parse_parallelism(check_mapping("parallelism", values.get("parallelism", {})))
     workload: TrainingWorkload | ServingWorkload
     if job is Job.TRAIN:
         workload = _parse_training(given)
-        check_training(model, workload)
+        check_training(model, workload, parallelism)
     else:
         workload = _parse_serving(given)
-        _check_length(model, "workload.context_length", workload.context_length)
+        check_parallelism(parallelism)
+        check_length(model, "workload.context_length", workload.context_length)
     return Plan(
         model=model,
         workload=workload,
-        parallelism=_parse_parallelism(check_mapping("parallelism", values.get("parallelism", {}))),
+        parallelism=parallelism,
         hardware=parse_gpu(values["hardware"]),
         model_source=source,
     )

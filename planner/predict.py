@@ -10,10 +10,11 @@ from planner.decode import decode_throughput
 from planner.families import parameter_shapes
 from planner.memory.training import attention_notes, training_memory
 from planner.model import ModelSpec
-from planner.plan import Plan, TrainingWorkload
+from planner.plan import Plan
 from planner.serving import serving_memory
 from planner.throughput import Throughput, training_throughput
 from planner.verdict import Verdict, judge
+from planner.workload import TrainingWorkload
 
 SCHEMA = 1
 # Held by a test against the recorded steps.

@@ -12,16 +12,11 @@ from numpy.typing import NDArray
 from planner.checks import check_integer
 from planner.errors import PlanError
 from planner.memory.training import plan_segment_share, training_grid, training_memory
-from planner.plan import (
-    MAX_COUNT,
-    MAX_TOKENS_PER_SEQUENCE,
-    Plan,
-    TrainingWorkload,
-    check_parallelism,
-    check_training,
-)
+from planner.obstacles import check_parallelism, check_training
+from planner.plan import MAX_COUNT, MAX_TOKENS_PER_SEQUENCE, Plan
 from planner.throughput import training_speed_grid
 from planner.verdict import judge_grid
+from planner.workload import TrainingWorkload
 
 MAX_GRID_POINTS = 1_000_000
 _AXES = ("zero_stage", "world_size", "micro_batch", "sequence_length")
@@ -71,7 +66,7 @@ def _checked_axes(
     for stage in axes["zero_stage"]:
         check_parallelism(replace(plan.parallelism, zero_stage=stage))
     for length in axes["sequence_length"]:
-        check_training(plan.model, replace(workload, sequence_length=length))
+        check_training(plan.model, replace(workload, sequence_length=length), plan.parallelism)
     return axes
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from planner.families import parameter_shapes
 from planner.memory.overheads import CONTEXT_BYTES
 from planner.model import ModelSpec, ParameterShape
-from planner.plan import KvDtype, ServingWorkload, WeightsDtype, flat_dict
 from planner.units import MIB_BYTES
+from planner.workload import KvDtype, ServingWorkload, WeightsDtype, flat_dict
 
 KV_ELEMENT_BYTES = {
     KvDtype.BF16: 2,

@@ -21,7 +21,7 @@ from planner.operations import (
     optimizer_cost,
     training_costs,
 )
-from planner.plan import Engine, Parallelism, Precision, TrainingWorkload, flat_dict
+from planner.workload import Engine, Parallelism, Precision, TrainingWorkload, flat_dict
 
 LABEL = "formula, not calibrated"
 

@@ -42,8 +42,8 @@ WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 @with_options(TARGET_OPTIONS, LIST_OPTIONS)
 def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     """Show which of many training plans fit: every combination of the lists given."""
-    from planner.plan import TrainingWorkload
     from planner.search import grid
+    from planner.workload import TrainingWorkload
 
     axes = {name: read_list(name, chosen[name]) for name in LIST_OPTIONS}
     plan = plan_from({name: chosen[name] for name in TARGET_OPTIONS} | first_of_each(axes))

@@ -8,9 +8,8 @@ from math import log2
 import streamlit as st
 
 from app import state
-from planner.plan import (
-    MAX_COUNT,
-    MAX_TOKENS_PER_SEQUENCE,
+from planner.plan import MAX_COUNT, MAX_TOKENS_PER_SEQUENCE
+from planner.workload import (
     Attention,
     Checkpointing,
     Engine,

@@ -20,7 +20,7 @@ from planner.memory.states import (
     tied_shares,
 )
 from planner.model import ModelSpec
-from planner.plan import Engine, Optimizer, Precision
+from planner.workload import Engine, Optimizer, Precision
 
 _BF16_BYTES, _FP32_BYTES = 2, 4
 _FORWARD_LAYERS = {"first_layer": 1, "layer:first": 2}

@@ -21,8 +21,8 @@ from planner.memory.templates import (
 )
 from planner.memory.timeline import EngineStates, Moment
 from planner.model import ModelSpec
-from planner.plan import Engine, Parallelism, TrainingWorkload
 from planner.units import format_bytes
+from planner.workload import Engine, Parallelism, TrainingWorkload
 
 _DTYPES = {2: "bfloat16", 4: "float32"}
 _ALL_PHASES = (

@@ -19,7 +19,7 @@ from planner.memory.states import (
 )
 from planner.memory.templates import load_steps
 from planner.model import ModelSpec
-from planner.plan import Engine, Optimizer, Parallelism, Precision, TrainingWorkload
+from planner.workload import Engine, Optimizer, Parallelism, Precision, TrainingWorkload
 
 _TOKEN_BYTES, _SCALAR_BYTES, _FP32_BYTES = 8, 4, 4
 _GATHER_STREAM, _REDUCE_STREAM = 1, 2

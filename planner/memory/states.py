@@ -17,7 +17,7 @@ import numpy as np
 from planner.families import parameter_shapes
 from planner.memory.sections import FLAT_GROUPS
 from planner.model import ModelSpec
-from planner.plan import Engine, Optimizer, Precision
+from planner.workload import Engine, Optimizer, Precision
 
 ADAMW_STATES, SGD_STATES = 2, 1
 FP32_BYTES = 4

@@ -26,7 +26,7 @@ from planner.memory.timeline import (
     phase_of,
 )
 from planner.model import ModelSpec
-from planner.plan import Engine, Parallelism, Precision, TrainingWorkload
+from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
 
 PARTS = (
     "parameters",

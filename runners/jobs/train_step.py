@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.plan import Attention, Checkpointing, Engine, Plan, TrainingWorkload, parse_plan
+from planner.plan import Plan, parse_plan
+from planner.workload import Attention, Checkpointing, Engine, TrainingWorkload
 from runners.contract import JobKind
 from runners.engines.base import TrainingEngine
 from runners.engines.fsdp2 import Fsdp2Engine

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from app.cli import app
-from planner import plan
+from planner import plan, workload
 from planner.verdict import State
 from runners.contract import JobKind, Outcome, World
 
@@ -32,13 +32,16 @@ CHOICES = (
     World,
     State,
     plan.Job,
-    plan.Engine,
-    plan.Optimizer,
-    plan.Precision,
-    plan.Attention,
-    plan.Checkpointing,
-    plan.WeightsDtype,
-    plan.KvDtype,
+    workload.Engine,
+    workload.Optimizer,
+    workload.Precision,
+    workload.Attention,
+    workload.Checkpointing,
+    workload.WeightsDtype,
+    workload.KvDtype,
+    workload.Loss,
+    workload.LoraTargets,
+    workload.BaseDtype,
 )
 
 

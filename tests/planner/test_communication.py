@@ -9,8 +9,8 @@ import pytest
 
 from planner.communication import link_bytes_s, link_notes, step_collectives
 from planner.hardware import custom_gpu, resolve_gpu
-from planner.plan import Engine, Parallelism, Precision, TrainingWorkload
 from planner.presets import resolve_model
+from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
 
 LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
 P = 8_030_261_248

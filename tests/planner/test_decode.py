@@ -8,10 +8,10 @@ import pytest
 
 from planner.decode import decode_throughput
 from planner.hardware import resolve_gpu
-from planner.plan import ServingWorkload, WeightsDtype
 from planner.presets import resolve_model
 from planner.serving import serving_memory
 from planner.throughput import Throughput
+from planner.workload import ServingWorkload, WeightsDtype
 
 H200 = resolve_gpu("h200")
 

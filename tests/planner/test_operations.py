@@ -24,8 +24,8 @@ from planner.operations import (
     projection_costs,
     training_costs,
 )
-from planner.plan import Attention, Checkpointing, Optimizer, Precision, TrainingWorkload
 from planner.presets import resolve_model
+from planner.workload import Attention, Checkpointing, Optimizer, Precision, TrainingWorkload
 
 SMALL = {
     "vocab_size": 512,

@@ -12,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
-from planner.plan import (
-    Attention,
-    Job,
-    Optimizer,
-    ServingWorkload,
-    TrainingWorkload,
-    default_plan,
-    parse_plan,
-    plan_hash,
-)
+from planner.plan import Job, default_plan, parse_plan, plan_hash
+from planner.workload import Attention, Optimizer, ServingWorkload, TrainingWorkload
 
 TRAIN: dict[str, Any] = {
     "schema": 1,

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
-from planner.plan import Checkpointing, Engine, Optimizer, Precision, parse_plan
+from planner.plan import parse_plan
 from planner.predict import PLANNER_VERSION, describe_model, predict
 from planner.presets import model_presets, resolve_model
+from planner.workload import Checkpointing, Engine, Optimizer, Precision
 
 TRAIN: dict[str, Any] = {
     "schema": 1,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from planner.config_input import spec_from_config
 from planner.model import ModelSpec
-from planner.plan import KvDtype, ServingWorkload, WeightsDtype
 from planner.presets import resolve_model
 from planner.serving import (
     CONTEXT_BYTES,
@@ -21,6 +20,7 @@ from planner.serving import (
     quantised_bytes,
     serving_memory,
 )
+from planner.workload import KvDtype, ServingWorkload, WeightsDtype
 
 LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
 GEMMA = resolve_model("google/gemma-2-9b")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from planner.errors import PlanError
 from planner.hardware import Gpu, custom_gpu, resolve_gpu
 from planner.operations import Cost
-from planner.plan import Attention, Checkpointing, Engine, Parallelism, Precision, TrainingWorkload
 from planner.presets import resolve_model
 from planner.throughput import (
     LABEL,
@@ -23,6 +22,14 @@ from planner.throughput import (
     time_operations,
     training_speed_grid,
     training_throughput,
+)
+from planner.workload import (
+    Attention,
+    Checkpointing,
+    Engine,
+    Parallelism,
+    Precision,
+    TrainingWorkload,
 )
 
 LLAMA = resolve_model("meta-llama/Llama-3.1-8B")

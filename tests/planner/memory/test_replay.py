@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from planner.memory.training import plan_segment_share, training_memory
-from planner.plan import (
+from planner.plan import Plan, parse_plan
+from planner.presets import resolve_model
+from planner.units import MIB_BYTES
+from planner.workload import (
     Attention,
     Checkpointing,
     Engine,
     Parallelism,
-    Plan,
     Precision,
     TrainingWorkload,
-    parse_plan,
 )
-from planner.presets import resolve_model
-from planner.units import MIB_BYTES
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,8 +10,8 @@ from planner.config_input import spec_from_config
 from planner.memory.fsdp2 import Fsdp2States, row_shards
 from planner.memory.states import PeakmarkStates, group_numels
 from planner.model import ModelSpec
-from planner.plan import Optimizer, Precision
 from planner.presets import resolve_model
+from planner.workload import Optimizer, Precision
 from runners.zero.collectives import LocalCollectives
 from runners.zero.engine import ZeroEngine
 

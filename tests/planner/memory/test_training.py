@@ -10,7 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.memory.training import attention_notes, training_grid, training_memory
-from planner.plan import (
+from planner.presets import resolve_model
+from planner.units import MIB_BYTES
+from planner.workload import (
     Attention,
     Checkpointing,
     Engine,
@@ -19,8 +21,6 @@ from planner.plan import (
     Precision,
     TrainingWorkload,
 )
-from planner.presets import resolve_model
-from planner.units import MIB_BYTES
 
 SPEC = resolve_model("meta-llama/Llama-3.1-8B")
 WORKLOADS = st.builds(

@@ -1,0 +1,98 @@
+"""What cannot be trained as planned, and why: combinations that no single field shows."""
+
+from __future__ import annotations
+
+from planner.errors import PlanError
+from planner.model import ModelSpec
+from planner.workload import Attention, Engine, Parallelism, TrainingWorkload, flat_dict
+
+MAX_TRITON_HEAD_DIM = 256
+
+
+def check_parallelism(parallelism: Parallelism) -> None:
+    """Raise PlanError where the engine has no such stage."""
+    stage = parallelism.zero_stage
+    if parallelism.engine is Engine.FSDP2 and stage < 2:
+        sentence = (
+            f"parallelism.zero_stage is {stage}: fsdp2 shards gradients and optimizer states "
+            "always, so it has stage 2 (parameters kept after the forward) and stage 3 only."
+        )
+        raise PlanError("parallelism.zero_stage", stage, "2 or 3", sentence=sentence)
+
+
+def check_length(model: ModelSpec, field_name: str, length: int) -> None:
+    """Raise PlanError where a model has a learned row for each position and too few of them."""
+    if model.family == "gpt2" and length > model.max_positions:
+        raise PlanError(
+            field_name, length, f"at most {model.max_positions}, the positions {model.name} has"
+        )
+
+
+def _attention_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
+    """Return why the chosen kernel cannot compute this model's attention, or None."""
+    window = model.sliding_window
+    capped = model.attention_logit_softcap is not None
+    if workload.attention is Attention.EAGER:
+        return None
+    if capped or (model.family == "gemma2" and workload.attention is Attention.SDPA):
+        return "it does not cap attention logits, as this model does"
+    if workload.attention is Attention.SDPA:
+        return None
+    if window is not None and window < workload.sequence_length:
+        return f"it has no sliding window, and this model's window of {window} is shorter"
+    if model.head_dim > MAX_TRITON_HEAD_DIM:
+        return f"its largest head size is {MAX_TRITON_HEAD_DIM}, this model's is {model.head_dim}"
+    return None
+
+
+def _check_attention(model: ModelSpec, workload: TrainingWorkload) -> None:
+    """Raise PlanError where the chosen kernel cannot compute this model's attention."""
+    obstacle = _attention_obstacle(model, workload)
+    if obstacle is None:
+        return
+    capped = model.attention_logit_softcap is not None
+    others = "eager" if capped or workload.attention is Attention.SDPA else "eager or sdpa"
+    sentence = f"workload.attention is '{workload.attention}': {obstacle}; use {others}."
+    raise PlanError("workload.attention", str(workload.attention), others, sentence=sentence)
+
+
+def _check_built(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Raise PlanError for what this version does not predict yet, rather than guess at it."""
+    for name, values in (("workload", workload), ("parallelism", parallelism)):
+        default = flat_dict(type(values)())
+        for key, value in flat_dict(values).items():
+            if key in _NOT_BUILT_FIELDS and value != default[key]:
+                raise PlanError(f"{name}.{key}", value, f"{default[key]!r} in this version")
+            if value in _NOT_BUILT_VALUES:
+                raise PlanError(f"{name}.{key}", value, "another choice in this version")
+
+
+_NOT_BUILT_FIELDS = frozenset(
+    (
+        "checkpoint_every",
+        "loss",
+        "sync_each_micro_batch",
+        "lora_rank",
+        "lora_targets",
+        "base_dtype",
+        "frozen_layers",
+        "packed",
+        "expandable_segments",
+        "tensor_parallel",
+        "sequence_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+        "expert_parallel",
+    )
+)
+_NOT_BUILT_VALUES = frozenset(
+    ("adamw_8bit", "adafactor", "muon", "selective", "ddp", "zero_redundancy", "deepspeed")
+)
+
+
+def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Raise PlanError where the model cannot be trained like this; the sentence says why."""
+    check_parallelism(parallelism)
+    _check_built(workload, parallelism)
+    check_length(model, "workload.sequence_length", workload.sequence_length)
+    _check_attention(model, workload)
