@@ -41,9 +41,13 @@ class RunWorld(StrEnum):
 
 
 class Role(StrEnum):
-    """What a measurement may be used for: checking predictions, or fitting a constant."""
+    """What a measurement may be used for: checking predictions, or fitting a constant.
+
+    `holdout` checks predictions too, and was chosen before the formulas were tuned.
+    """
 
     EVIDENCE = "evidence"
+    HOLDOUT = "holdout"
     CALIBRATION = "calibration"
 
 

@@ -38,9 +38,14 @@ class Kind(StrEnum):
 
 
 class Role(StrEnum):
-    """Evidence counts in accuracy; calibration rows fitted a constant and never count."""
+    """Whether a row counts in accuracy.
+
+    `holdout` is evidence chosen before the formulas were tuned and never used for tuning: it counts
+    with the rest and is reported apart too. Calibration rows fitted a constant and never count.
+    """
 
     EVIDENCE = "evidence"
+    HOLDOUT = "holdout"
     CALIBRATION = "calibration"
 
 

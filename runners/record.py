@@ -74,7 +74,7 @@ def read_matrix(path: Path) -> list[Entry]:
     """Read {"schema": 1, "defaults": {kind: spec}, "runs": [spec, ...]}.
 
     A run's spec is laid over its kind's defaults, mapping by mapping; its "role" is evidence
-    unless it says calibration. Raises ValueError naming the run at fault.
+    unless it says holdout or calibration. Raises ValueError naming the run at fault.
     """
     data = json.loads(path.read_text())
     if data.get("schema") != 1:

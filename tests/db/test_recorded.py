@@ -40,15 +40,16 @@ def write(folder: Path, name: str, *lines: str) -> Path:
 def test_a_new_database_is_filled_at_its_first_opening_only(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded"
     recorded.mkdir()
-    write(recorded, "a.jsonl", row(1), row(2, role="calibration"))
+    write(recorded, "a.jsonl", row(1), row(2, role="calibration"), row(4, role="holdout"))
     file = str(tmp_path / "x.db")
     seen = measurements(open_database(file, recorded=recorded))
     assert [(m.measured["allocated_bytes"], m.role, m.origin) for m in seen] == [
         (1, Role.EVIDENCE, Origin.RECORDED),
         (2, Role.CALIBRATION, Origin.RECORDED),
+        (4, Role.HOLDOUT, Origin.RECORDED),
     ]
     write(recorded, "b.jsonl", row(3))
-    assert len(measurements(open_database(file, recorded=recorded))) == 2
+    assert len(measurements(open_database(file, recorded=recorded))) == 3
 
 
 def test_loading_again_adds_only_what_is_new(database: Database, tmp_path: Path) -> None:

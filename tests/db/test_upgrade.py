@@ -29,7 +29,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "{revision}"
-down_revision = "0001"
+down_revision = "0002"
 
 
 def upgrade():
@@ -109,6 +109,33 @@ def test_a_word_outside_a_choice_is_refused_by_the_database_itself(
     create_run(database, SPEC, idempotency_key="a")
     with sqlite3.connect(file) as connection, pytest.raises(sqlite3.IntegrityError):
         connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
+
+
+def test_the_first_revision_s_measurements_may_be_held_out_after_an_upgrade(
+    tmp_path: Path, file: Path
+) -> None:
+    first = tmp_path / "migrations"
+    shutil.copytree(upgrade.MIGRATIONS, first)
+    for script in (first / "versions").glob("r*.py"):
+        if not script.name.startswith("r0001"):
+            script.unlink()
+    url = make_url(f"sqlite:///{file}")
+    upgrade.upgrade(url, scripts=first)
+    with sqlite3.connect(file) as connection:
+        connection.execute("INSERT INTO environment VALUES (1, 'h', '{}', NULL, 0)")
+        row = (
+            "1, 'a', NULL, 1, 'recorded', '{}', 'train_step', 'solo', 'done', '{}', '{}', NULL, "
+            "'2026', NULL, NULL, NULL, NULL, NULL"
+        )
+        insert = "INSERT INTO measurement VALUES ({})"
+        connection.execute(insert.format(row.replace("{}", "evidence", 1)))
+    upgrade.upgrade(url)
+    with sqlite3.connect(file) as connection:
+        assert connection.execute("SELECT role FROM measurement").fetchall() == [("evidence",)]
+        connection.execute("UPDATE measurement SET role = 'holdout'")
+        for column, word in (("role", "guess"), ("world", "moon"), ("outcome", "flying")):
+            with pytest.raises(sqlite3.IntegrityError):
+                connection.execute(f"UPDATE measurement SET {column} = ?", (word,))
 
 
 def test_a_second_opening_migrates_nothing_and_makes_no_backup(
