@@ -79,7 +79,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyReport:
-    """What `peakmark accuracy` prints.
+    """What `peakmark accuracy` prints; the held-out rows are among those of evidence.
 
     `false_fits`: ids of rows that ran out of memory though the planner says they fit;
     `false_does_not_fit`: ids of rows that ran though it says they do not. `not_predicted` gives
@@ -87,6 +87,7 @@ class AccuracyReport:
     """
 
     evidence_rows: int
+    holdout_rows: int
     calibration_rows: int
     other_rows: int
     false_fits: tuple[str, ...]
@@ -95,13 +96,17 @@ class AccuracyReport:
     residuals: tuple[Residual, ...]
 
     def overall(self) -> dict[str, Statistics]:
-        """Return the statistics of each quantity over all evidence."""
-        return _by_quantity(self._counted())
+        """Return the statistics of each quantity over all rows but those of calibration."""
+        return _by_quantity(self.counted())
+
+    def holdout(self) -> dict[str, Statistics]:
+        """Return the statistics of each quantity over the rows that nothing was tuned on."""
+        return _by_quantity(r for r in self.residuals if r.role is Role.HOLDOUT)
 
     def by_group(self) -> dict[str, dict[str, dict[str, Statistics]]]:
         """Return the statistics by group ("engine"), value ("fsdp2") and quantity."""
         parted: dict[str, dict[str, list[Residual]]] = defaultdict(lambda: defaultdict(list))
-        for residual in self._counted():
+        for residual in self.counted():
             for name, value in residual.groups.items():
                 parted[name][value].append(residual)
         return {
@@ -109,8 +114,9 @@ class AccuracyReport:
             for name, values in parted.items()
         }
 
-    def _counted(self) -> list[Residual]:
-        return [r for r in self.residuals if r.role is Role.EVIDENCE]
+    def counted(self) -> list[Residual]:
+        """Return the comparisons of the rows that no constant was fitted to."""
+        return [r for r in self.residuals if r.role is not Role.CALIBRATION]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""
@@ -118,11 +124,13 @@ class AccuracyReport:
             "schema": SCHEMA,
             "rows": {
                 "evidence": self.evidence_rows,
+                "holdout": self.holdout_rows,
                 "calibration": self.calibration_rows,
                 "other": self.other_rows,
                 "not_predicted": dict(self.not_predicted),
             },
             "quantities": _plain(self.overall()),
+            "holdout_quantities": _plain(self.holdout()),
             "false_fits": list(self.false_fits),
             "false_does_not_fit": list(self.false_does_not_fit),
             "groups": {
@@ -268,7 +276,7 @@ class _Tally:
             ]
 
     def _judge_verdict(self, row: RecordedRow, state: str) -> None:
-        if row.role is not Role.EVIDENCE or row.spec.get("world") == "cpu":
+        if row.role is Role.CALIBRATION or row.spec.get("world") == "cpu":
             return
         refused = state == "does_not_fit"
         if row.outcome == OUT_OF_MEMORY and not refused:
@@ -283,7 +291,8 @@ def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:
     for row in rows:
         tally.add(row)
     return AccuracyReport(
-        evidence_rows=tally.counts["evidence"],
+        evidence_rows=tally.counts["evidence"] + tally.counts["holdout"],
+        holdout_rows=tally.counts["holdout"],
         calibration_rows=tally.counts["calibration"],
         other_rows=tally.counts["other"],
         false_fits=tuple(tally.false_fits),

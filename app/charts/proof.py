@@ -101,11 +101,16 @@ def error_percent(predicted: float, measured: float) -> float:
 def residual_strip_figure(points: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Return one dot per stored measurement: its error in %, in the line of its group.
 
-    A point holds `group`, `error_percent`, `label` and `role`; calibration rows are grey.
+    A point holds `group`, `error_percent`, `label` and `role`; calibration rows are grey, held-out ones blue.
     """
     groups = list(dict.fromkeys(point["group"] for point in points))
     figure = base_figure(MARGIN_HEIGHT_PX + 28 * len(groups))
-    for role, colour in (("evidence", MEASURED_COLOUR), ("calibration", OTHER_COLOUR)):
+    colours = {
+        "evidence": MEASURED_COLOUR,
+        "holdout": PREDICTED_COLOUR,
+        "calibration": OTHER_COLOUR,
+    }
+    for role, colour in colours.items():
         shown = [point for point in points if point["role"] == role]
         if shown:
             figure.add_scatter(

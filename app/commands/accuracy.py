@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +33,11 @@ def accuracy_command(
         print_json(report.to_dict())
         return
     print_line(rows_sentence(report))
-    print_table(make_table("All evidence", ("quantity",), FIGURES, overall_rows(report)))
+    overall = overall_rows(report.overall())
+    print_table(make_table("All non-calibration rows", ("quantity",), FIGURES, overall))
+    if report.holdout_rows:
+        held = overall_rows(report.holdout())
+        print_table(make_table("Holdout rows", ("quantity",), FIGURES, held))
     words = ("group", "value", "quantity")
     print_table(make_table("By group", words, FIGURES, group_rows(report)))
     print_line(verdict_sentence(report))
@@ -54,8 +58,9 @@ def read_rows(files: list[Path]) -> list[RecordedRow]:
 def rows_sentence(report: AccuracyReport) -> str:
     """Return what was counted and what was not."""
     return (
-        f"{report.evidence_rows} rows of evidence; not counted: {report.calibration_rows} "
-        f"calibration rows, {report.other_rows} rows of other kinds"
+        f"{report.evidence_rows} rows of evidence, {report.holdout_rows} of them held out; not "
+        f"counted: {report.calibration_rows} calibration rows, {report.other_rows} rows of other "
+        "kinds"
     )
 
 
@@ -66,9 +71,9 @@ def verdict_sentence(report: AccuracyReport) -> str:
     return f"False 'fits': {len(fits)}; false 'does not fit': {len(refused)}{named}"
 
 
-def overall_rows(report: AccuracyReport) -> Iterator[tuple[str, ...]]:
+def overall_rows(quantities: Mapping[str, Statistics]) -> Iterator[tuple[str, ...]]:
     """Yield one row per quantity."""
-    for quantity, statistics in report.overall().items():
+    for quantity, statistics in quantities.items():
         yield quantity, *figures(statistics)
 
 

@@ -76,7 +76,8 @@ def _quantities(report: Mapping[str, Any]) -> None:
     rows = report["rows"]
     st.markdown("### How far predictions are from measurements")
     st.caption(
-        f"{rows['evidence']} measurements as evidence; {rows['calibration']} used to fit a "
+        f"{rows['evidence']} measurements as evidence, {rows['holdout']} of them held out: chosen "
+        f"before the formulas were tuned; {rows['calibration']} used to fit a "
         "constant are shown grey and never counted. Error is 100 × (predicted − measured) / "
         "measured."
     )
@@ -85,6 +86,13 @@ def _quantities(report: Mapping[str, Any]) -> None:
         for quantity, found in report["quantities"].items()
     ]
     show_table(lines, key="quantities")
+    if report["holdout_quantities"]:
+        st.markdown("**Held-out rows only**")
+        held = [
+            {"quantity": words(quantity), **_statistics(found)}
+            for quantity, found in report["holdout_quantities"].items()
+        ]
+        show_table(held, key="holdout_quantities")
 
 
 def _statistics(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from planner.hardware import Gpu
 from planner.units import KIB_BYTES, MIB_BYTES
+from planner.workload import Attention, Engine, Precision, TrainingWorkload
 
 NCCL_OVERHEAD = "nccl"
 # cuBLAS keeps one workspace per thread that multiplies: the main thread and autograd's. Sizes by
@@ -17,11 +18,24 @@ NCCL_OVERHEAD = "nccl"
 _WORKSPACES = 2
 _HOPPER_WORKSPACE_BYTES = 32 * MIB_BYTES
 _OLDER_WORKSPACE_BYTES = 8 * MIB_BYTES + 128 * KIB_BYTES
-# Bytes in use outside torch's segments, each from one recorded H200 row (driver 580,
-# torch 2.11+cu130, NCCL 2.28.9) that is marked `calibration`: device less reserved bytes of a step
-# on one rank, and what two NCCL ranks add to it.
-CONTEXT_BYTES = 767 * MIB_BYTES
-NCCL_BYTES = 842 * MIB_BYTES
+# Bytes in use outside torch's segments on an H200 (driver 580, torch 2.11+cu130, NCCL 2.28.9), each
+# from one recorded row that is marked `calibration`: device less reserved bytes of a step on one
+# rank (1c2507ecdbc36aec), what the fused bf16 kernels of SDPA add (8284ade325cc72fb), what FSDP2's
+# kernels add (29cb8b7c8512fe38), and what two NCCL ranks add (546e327316166a94). The last holds
+# what FSDP2 adds alone: with NCCL both engines are measured alike.
+_H200_CONTEXT_BYTES = 751 * MIB_BYTES
+_FUSED_SDPA_BYTES = 16 * MIB_BYTES
+_FSDP2_BYTES = 70 * MIB_BYTES
+_NCCL_PAIR_BYTES = 842 * MIB_BYTES
+# A communicator of more than two ranks against one of two: 688 to 544 MB on A100 (NVIDIA/nccl issue
+# 964). Others report 512 MiB for one rank (issue 2363) and 1.6 GB for a first one (issue 864).
+_NCCL_MORE_RANKS = 688 / 544
+_NCCL_DOUBT = 0.5
+# What is published for other GPUs, without saying how much of it is kernels: 300 to 500 MB (Fujii
+# et al.'s calculator) and 650 MB (gpu_poor). 400 MiB to either side of the H200's covers them.
+_CONTEXT_DOUBT_BYTES = 400 * MIB_BYTES
+# A served model: the context with fused attention kernels.
+CONTEXT_BYTES = _H200_CONTEXT_BYTES + _FUSED_SDPA_BYTES
 # Where the allocator is not replayed: on 50 measured steps reserved was 12 % above allocated on
 # average (2 to 40 %).
 TYPICAL_SEGMENT_SHARE = 0.12
@@ -35,55 +49,98 @@ def workspace_bytes(hardware: Gpu | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Outside:
+    """What a process holds outside torch's allocator; NCCL's values may be arrays.
+
+    `doubt_bytes`: how far the truth may lie to either side where nothing was measured for this GPU
+    or this number of ranks.
+    """
+
+    context_bytes: int
+    context_formula: str
+    nccl_bytes: Any
+    nccl_formula: str
+    doubt_bytes: Any
+
+
+def outside_bytes(
+    workload: TrainingWorkload, engine: Engine, ranks: Any, hardware: Gpu | None
+) -> Outside:
+    """Return context and communicator of one rank of `ranks` (an integer or an array of them)."""
+    alone = _FSDP2_BYTES if engine is Engine.FSDP2 else 0
+    fused = workload.attention is Attention.SDPA and workload.precision is not Precision.FP32
+    measured = hardware is None or "h200" in f"{hardware.id} {hardware.name}".lower()
+    # Booleans count as 0 and 1, in an array too.
+    more = (ranks > 2) * (_NCCL_MORE_RANKS - 1)
+    nccl = (ranks > 1) * (_NCCL_PAIR_BYTES * (1 + more) - alone)
+    doubt = (ranks > 2) * nccl * _NCCL_DOUBT + (0 if measured else _CONTEXT_DOUBT_BYTES)
+    place = "measured on an H200" if measured else "as on an H200, not measured on this GPU"
+    return Outside(
+        context_bytes=_H200_CONTEXT_BYTES + fused * _FUSED_SDPA_BYTES + alone,
+        context_formula=f"CUDA context and loaded kernels, {place}",
+        nccl_bytes=_whole(nccl),
+        nccl_formula=_nccl_formula(ranks),
+        doubt_bytes=_whole(doubt),
+    )
+
+
+def _whole(size: Any) -> Any:
+    return round(size) if np.ndim(size) == 0 else np.rint(size).astype(np.int64)
+
+
+def _nccl_formula(ranks: Any) -> str:
+    if np.ndim(ranks) == 0 and ranks <= 2:
+        return "a communicator of two ranks, measured on two H200"
+    return "a communicator of two ranks measured on two H200 x 688 / 544, as published for more"
+
+
+@dataclass(frozen=True, slots=True)
 class Overheads:
     """What lies between the allocated peak and what the driver shows; values may be arrays."""
 
     segment_bytes: Any
     segment_formula: str
-    nccl_bytes: Any
+    outside: Outside
     reserved_bytes: Any
     device_bytes: Any
 
     @classmethod
     def estimated(
-        cls, allocated_bytes: Any, world_size: Any, share: float = TYPICAL_SEGMENT_SHARE
+        cls, allocated_bytes: Any, outside: Outside, share: float = TYPICAL_SEGMENT_SHARE
     ) -> Overheads:
-        """Take segments as a share of the allocated peak; both arguments may be arrays."""
+        """Take segments as a share of the allocated peak, which may be an array."""
         # A Python integer holds what absurd plans need, an array of 64-bit integers does not.
-        if np.ndim(allocated_bytes) == 0:
-            segment_bytes = round(allocated_bytes * share)
-        else:
-            segment_bytes = np.rint(allocated_bytes * share).astype(np.int64)
+        segment_bytes = _whole(allocated_bytes * share)
         formula = f"{share:.1%} of the allocated peak (estimate)"
-        return cls._of(allocated_bytes, segment_bytes, world_size, formula)
+        return cls._of(allocated_bytes, segment_bytes, outside, formula)
 
     @classmethod
-    def replayed(cls, allocated_bytes: int, reserved_bytes: int, world_size: int) -> Overheads:
+    def replayed(cls, allocated_bytes: int, reserved_bytes: int, outside: Outside) -> Overheads:
         """Take segments from a replay of the caching allocator."""
         formula = (
             "held by the allocator without a tensor in it: its rules replayed over three steps"
         )
-        return cls._of(allocated_bytes, reserved_bytes - allocated_bytes, world_size, formula)
+        return cls._of(allocated_bytes, reserved_bytes - allocated_bytes, outside, formula)
 
     @classmethod
     def _of(
-        cls, allocated_bytes: Any, segment_bytes: Any, world_size: Any, formula: str
+        cls, allocated_bytes: Any, segment_bytes: Any, outside: Outside, formula: str
     ) -> Overheads:
         reserved_bytes = allocated_bytes + segment_bytes
-        nccl_bytes = (world_size > 1) * NCCL_BYTES
         return cls(
             segment_bytes=segment_bytes,
             segment_formula=formula,
-            nccl_bytes=nccl_bytes,
+            outside=outside,
             reserved_bytes=reserved_bytes,
-            device_bytes=reserved_bytes + CONTEXT_BYTES + nccl_bytes,
+            device_bytes=reserved_bytes + outside.context_bytes + outside.nccl_bytes,
         )
 
     def rows(self) -> tuple[dict[str, Any], ...]:
         """The rows of a prediction's `overheads`, without those of no bytes."""
+        outside = self.outside
         rows = (
             ("segments", self.segment_bytes, self.segment_formula),
-            ("context", CONTEXT_BYTES, "CUDA context and loaded kernels, measured on an H200"),
-            (NCCL_OVERHEAD, self.nccl_bytes, "NCCL with two ranks, measured on two H200"),
+            ("context", outside.context_bytes, outside.context_formula),
+            (NCCL_OVERHEAD, outside.nccl_bytes, outside.nccl_formula),
         )
         return tuple({"name": n, "bytes": size, "formula": f} for n, size, f in rows if size)

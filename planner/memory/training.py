@@ -12,7 +12,12 @@ import numpy.typing as npt
 from planner.hardware import Gpu
 from planner.memory import ledger
 from planner.memory.fsdp2 import Fsdp2States
-from planner.memory.overheads import TYPICAL_SEGMENT_SHARE, Overheads, workspace_bytes
+from planner.memory.overheads import (
+    TYPICAL_SEGMENT_SHARE,
+    Overheads,
+    outside_bytes,
+    workspace_bytes,
+)
 from planner.memory.replay_engines import replay_training
 from planner.memory.sections import COMPONENTS
 from planner.memory.states import PeakmarkStates
@@ -165,7 +170,7 @@ def training_memory(
         for name, moment in timeline.highest().items()
     }
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
-    ranks = parallelism.world_size
+    outside = outside_bytes(workload, parallelism.engine, parallelism.world_size, hardware)
     if segment_share is None and spec.num_layers >= _MIN_REPLAYED_LAYERS:
         replayed = replay_training(spec, workload, parallelism, key, hardware)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
@@ -173,10 +178,10 @@ def training_memory(
             name: peak if moment is formula_peak else _no_higher(moment, peak)
             for name, moment in by_phase.items()
         }
-        over = Overheads.replayed(round(peak.total_bytes), replayed.reserved_bytes, ranks)
+        over = Overheads.replayed(round(peak.total_bytes), replayed.reserved_bytes, outside)
     else:
         share = TYPICAL_SEGMENT_SHARE if segment_share is None else segment_share
-        over = Overheads.estimated(round(peak.total_bytes), ranks, share)
+        over = Overheads.estimated(round(peak.total_bytes), outside, share)
     return TrainingMemory(
         peak=peak,
         by_phase=by_phase,
@@ -248,7 +253,8 @@ def training_grid(
     allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
         np.int64
     ) + workspace_bytes(hardware)
-    over = Overheads.estimated(allocated_bytes, worlds, segment_share)
+    outside = outside_bytes(workload, engine, worlds, hardware)
+    over = Overheads.estimated(allocated_bytes, outside, segment_share)
     return {
         "allocated_bytes": allocated_bytes,
         "reserved_bytes": over.reserved_bytes,
