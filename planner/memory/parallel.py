@@ -1,0 +1,159 @@
+"""Tensor, sequence, pipeline, context and expert parallelism: what one GPU of a group holds.
+
+Each data-parallel rank is a group of tensor x pipeline x context GPUs. Which tensors are divided:
+Korthikanti et al. 2022 (tensor and sequence parallelism; inputs gathered again in the backward),
+Narayanan et al. 2021 (one forward, one backward in turn: 1F1B), Liu et al. 2023 (ring attention),
+Lepikhin et al. 2020 (experts over data-parallel ranks, tokens exchanged all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from planner.families import count_parameters
+from planner.model import ModelSpec
+from planner.rank import RankSpec
+from planner.workload import Parallelism, Precision, TrainingWorkload
+
+
+def is_split(parallelism: Parallelism) -> bool:
+    """Whether anything but training state is spread over GPUs."""
+    sizes = (parallelism.pipeline_parallel, parallelism.context_parallel)
+    return max(*sizes, parallelism.tensor_parallel, parallelism.expert_parallel) > 1
+
+
+def group_size(parallelism: Parallelism) -> int:
+    """GPUs that work on one micro-batch together: one data-parallel rank."""
+    return (
+        parallelism.tensor_parallel * parallelism.pipeline_parallel * parallelism.context_parallel
+    )
+
+
+def rank_workload(workload: TrainingWorkload, parallelism: Parallelism) -> TrainingWorkload:
+    """The workload of one GPU: its tokens of each sequence."""
+    if parallelism.context_parallel == 1:
+        return workload
+    length = workload.sequence_length // parallelism.context_parallel
+    return replace(workload, sequence_length=length)
+
+
+def layers_per_stage(num_layers: int, stages: int) -> list[int]:
+    """Layers of each pipeline stage: as even as can be, the first ones one more."""
+    each, more = divmod(num_layers, stages)
+    return [each + (stage < more) for stage in range(stages)]
+
+
+def in_flight(workload: TrainingWorkload, parallelism: Parallelism, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at once under 1F1B."""
+    return min(parallelism.pipeline_parallel - stage, workload.grad_accumulation)
+
+
+@lru_cache(maxsize=256)
+def stage_specs(spec: ModelSpec, parallelism: Parallelism) -> tuple[ModelSpec, ...]:
+    """One GPU's part of the model for each pipeline stage; the model itself where none is split."""
+    if not is_split(parallelism):
+        return (spec,)
+    stages = parallelism.pipeline_parallel
+    first, parts = 0, []
+    for stage, num_layers in enumerate(layers_per_stage(spec.num_layers, stages)):
+        parts.append(_part(spec, parallelism, stage, slice(first, first + num_layers)))
+        first += num_layers
+    return tuple(parts)
+
+
+def _part(spec: ModelSpec, parallelism: Parallelism, stage: int, layers: slice) -> RankSpec:
+    shards, stages = parallelism.tensor_parallel, parallelism.pipeline_parallel
+    whole = {name: getattr(spec, name) for name in ModelSpec.__dataclass_fields__}
+    own = {
+        "num_layers": layers.stop - layers.start,
+        "num_heads": spec.num_heads // shards,
+        # With more GPUs than key-value heads, each GPU keeps one, as others do.
+        "num_kv_heads": max(spec.num_kv_heads // shards, 1),
+        "intermediate_size": spec.intermediate_size // shards,
+        "expert_size": spec.expert_size // shards,
+        "shared_expert_size": spec.shared_expert_size // shards,
+        "vocab_size": spec.vocab_size // shards,
+        # First and last stage each hold a copy of a tied weight.
+        "tie_word_embeddings": spec.tie_word_embeddings and stages == 1,
+        **_of_these_layers(whole, layers),
+    }
+    part = RankSpec(
+        **{**whole, **own},
+        first_layer=layers.start,
+        has_embedding=stage == 0,
+        has_head=stage == stages - 1,
+        hidden_shards=shards if parallelism.sequence_parallel else 1,
+        expert_shards=parallelism.expert_parallel,
+    )
+    return replace(part, parameters=count_parameters(part))
+
+
+def _of_these_layers(whole: dict[str, Any], layers: slice) -> dict[str, Any]:
+    """What says something of every layer, cut to these."""
+    return {
+        name: value[layers]
+        for name, value in whole.items()
+        if name.endswith("_layers")
+        and isinstance(value, tuple)
+        and len(value) == whole["num_layers"]
+    }
+
+
+class Buffer(NamedTuple):
+    """A buffer of a collective inside the model, in bytes (an array for an array of plans)."""
+
+    name: str
+    size_bytes: Any
+    formula: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """What the collectives inside a model's layers hold for a moment, on one GPU."""
+
+    spec: ModelSpec
+    parallelism: Parallelism
+    itemsize: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, parallelism: Parallelism, precision: Precision) -> Collectives:
+        """The collectives of one GPU's part of a model; they carry compute elements."""
+        return cls(
+            spec=spec, parallelism=parallelism, itemsize=4 if precision is Precision.FP32 else 2
+        )
+
+    def buffers(self, section: str, tokens: Any) -> Iterator[Buffer]:
+        """Buffers alive in a section of a step; `tokens` are this GPU's per micro-batch."""
+        in_layer, backward = section.startswith("layer"), section.endswith("_backward")
+        if self.parallelism.sequence_parallel and (
+            in_layer or section in ("head", "loss_backward")
+        ):
+            yield from self._gathered(tokens, backward)
+        if self.parallelism.context_parallel > 1 and in_layer:
+            yield from self._ring(tokens, backward)
+        if self.parallelism.expert_parallel > 1 and in_layer:
+            yield from self._routed(tokens)
+
+    def _buffer(self, name: str, tokens: Any, width: int) -> Buffer:
+        formula = f"tokens x {width:,} x {self.itemsize} B"
+        return Buffer(name, tokens * width * self.itemsize, formula)
+
+    def _gathered(self, tokens: Any, backward: bool) -> Iterator[Buffer]:
+        hidden = self.spec.hidden_size
+        yield self._buffer("input gathered over the tensor-parallel GPUs", tokens, hidden)
+        summed = "gradient of the gathered input" if backward else "output"
+        yield self._buffer(f"{summed} before its reduce-scatter", tokens, hidden)
+
+    def _ring(self, tokens: Any, backward: bool) -> Iterator[Buffer]:
+        width = 2 * self.spec.kv_size
+        yield self._buffer("keys and values received in the ring", tokens, width)
+        if backward:
+            yield self._buffer("gradients of keys and values in the ring", tokens, width)
+
+    def _routed(self, tokens: Any) -> Iterator[Buffer]:
+        width = self.spec.experts_per_token * self.spec.hidden_size
+        yield self._buffer("tokens sent to experts", tokens, width)
+        yield self._buffer("tokens received by experts", tokens, width)
