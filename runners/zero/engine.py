@@ -21,7 +21,7 @@ from runners.zero.groups import (
     refill_buffers,
     storage_bytes,
 )
-from runners.zero.optimizer import ShardOptimizer
+from runners.zero.optimizer import WHOLE_MATRIX_KINDS, ShardOptimizer
 
 
 class ZeroEngine:
@@ -61,12 +61,17 @@ class ZeroEngine:
             for members in partition_parameters(model)
         ]
         refill_buffers(model, device)
+        whole = optimizer in WHOLE_MATRIX_KINDS
+        if whole and stage != 0:
+            raise ValueError(f"{optimizer} steps whole matrices, which stage {stage} shards")
         self._optimizers = [
             ShardOptimizer(
                 group.flat if stage == 0 else group.shard,
                 kind=optimizer,
                 lr=lr,
                 with_master=precision == "mixed",
+                split=group.layout.views if whole else None,
+                in_layer=group.name.startswith("layer."),
             )
             for group in self.groups
         ]

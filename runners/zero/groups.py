@@ -81,6 +81,10 @@ class Layout:
         slot = self.slots[index]
         return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return every slot of `flat` in its parameter's shape."""
+        return [self.view(flat, index) for index in range(len(self.slots))]
+
 
 def find_owners(model: nn.Module) -> dict[nn.Parameter, list[Owner]]:
     """Return every parameter of `model` in order, each with all places where it hangs."""

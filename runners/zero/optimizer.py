@@ -1,8 +1,9 @@
-"""The optimizer of one flat shard, with an fp32 master copy where the shard is in bf16."""
+"""The optimizer of one flat buffer, with an fp32 master copy where the buffer is in bf16."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,16 +17,52 @@ _ADAMW_VARIANTS = {
     "adamw_foreach": (True, False),
     "adamw_loop": (False, False),
 }
+# Adafactor means over rows and columns and Muon orthogonalises: both need a weight's own shape.
+WHOLE_MATRIX_KINDS = ("adafactor", "muon")
+KINDS = (*_ADAMW_VARIANTS, "sgd", "adamw_8bit", *WHOLE_MATRIX_KINDS)
+
+
+def build_optimizers(
+    kind: str, tensors: Sequence[Tensor], lr: float, *, in_layer: bool = True
+) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers that a plan's `optimizer` names.
+
+    Muon steps the matrices of layers (`in_layer`) and leaves everything else to fused AdamW, so it
+    may be two.
+    """
+    if kind != "muon":
+        return [build_optimizer(kind, tensors, lr)]
+    matrices = [tensor for tensor in tensors if in_layer and tensor.dim() == 2]
+    others = [tensor for tensor in tensors if not (in_layer and tensor.dim() == 2)]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=lr))
+    return [*optimizers, build_optimizer("adamw_fused", others, lr)] if others else optimizers
 
 
 def build_optimizer(kind: str, tensors: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """Return the torch optimizer that a plan's `optimizer` names; raises ValueError otherwise."""
+    """Return the one torch optimizer that `kind`, any but muon, stands for; else ValueError."""
     if kind == "sgd":
         return torch.optim.SGD(tensors, lr=lr, momentum=SGD_MOMENTUM)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(tensors, lr=lr)
+    if kind == "adamw_8bit":
+        return _eight_bit_adamw(list(tensors), lr)
     if kind not in _ADAMW_VARIANTS:
-        raise ValueError(f"optimizer {kind!r} is not one of {', '.join(_ADAMW_VARIANTS)}, sgd")
+        raise ValueError(f"optimizer {kind!r} is not one of {', '.join(KINDS)}")
     foreach, fused = _ADAMW_VARIANTS[kind]
     return torch.optim.AdamW(tensors, lr=lr, foreach=foreach, fused=fused)
+
+
+def _eight_bit_adamw(tensors: Sequence[Tensor], lr: float) -> torch.optim.Optimizer:
+    if not all(tensor.is_cuda for tensor in tensors):
+        raise ValueError("adamw_8bit runs on a GPU only: bitsandbytes has no other kernels for it")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("adamw_8bit needs bitsandbytes: pip install 'peakmark[bitsandbytes]'")
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(tensors, lr=lr)
+    return optimizer
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -35,23 +72,42 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class ShardOptimizer:
-    """Steps one flat shard [n]; `with_master` keeps an fp32 copy that the steps are taken in."""
+    """Steps one flat buffer [n]; `with_master` keeps an fp32 copy that the steps are taken in.
 
-    def __init__(self, shard: Tensor, *, kind: str, lr: float, with_master: bool) -> None:
+    `split` cuts a buffer into views of its parameters, which are then stepped one by one instead.
+    """
+
+    def __init__(
+        self,
+        shard: Tensor,
+        *,
+        kind: str,
+        lr: float,
+        with_master: bool,
+        split: Callable[[Tensor], list[Tensor]] | None = None,
+        in_layer: bool = True,
+    ) -> None:
         self._shard = shard
         self._with_master = with_master
-        self._stepped = shard.float() if with_master else shard
-        self._optimizer = build_optimizer(kind, [self._stepped], lr)
+        self._master = shard.float() if with_master else shard
+        self._split = split or (lambda buffer: [buffer])
+        self._stepped = self._split(self._master)
+        self._optimizers = build_optimizers(kind, self._stepped, lr, in_layer=in_layer)
 
     def step(self, gradient: Tensor) -> None:
-        """Apply `gradient` [n], in the shard's dtype, to the master copy and the shard."""
-        self._stepped.grad = gradient.float() if self._with_master else gradient
-        self._optimizer.step()
-        self._stepped.grad = None
+        """Apply `gradient` [n], in the buffer's dtype, to the master copy and the buffer."""
+        gradients = self._split(gradient.float() if self._with_master else gradient)
+        for tensor, part in zip(self._stepped, gradients, strict=True):
+            tensor.grad = part
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for tensor in self._stepped:
+            tensor.grad = None
         if self._with_master:
-            self._shard.copy_(self._stepped)
+            self._shard.copy_(self._master)
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's states and of the master copy."""
-        master = [self._stepped] if self._with_master else []
-        return storage_bytes([*state_tensors(self._optimizer), *master])
+        """Bytes of the optimizers' states and of the master copy."""
+        master = [self._master] if self._with_master else []
+        states = [tensor for o in self._optimizers for tensor in state_tensors(o)]
+        return storage_bytes([*states, *master])

@@ -74,6 +74,8 @@ def _assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 def _plain_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=rank_main.LR, momentum=0.9)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(model.parameters(), lr=rank_main.LR)
     return torch.optim.AdamW(model.parameters(), lr=rank_main.LR, foreach=True)
 
 
@@ -134,6 +136,47 @@ def test_one_rank_equals_plain_torch_bit_by_bit(name: str, stage: int, optimizer
     engine = _engine(model, stage, optimizer=optimizer)
     _train_engine(engine, model)
     _assert_same(engine.full_parameters(), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adafactor_at_stage_0_steps_every_parameter_in_its_shape(name: str) -> None:
+    expected = _train_plainly(
+        name, world_size=1, optimizer="adafactor", accumulation=1, reduce_each=False
+    )
+    model = rank_main.build_model(name)
+    engine = _engine(model, 0, optimizer="adafactor")
+    _train_engine(engine, model)
+    _assert_same(engine.full_parameters(), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_muon_steps_the_matrices_of_layers_and_adamw_the_rest(name: str) -> None:
+    model, plain = rank_main.build_model(name), rank_main.build_model(name)
+    engine = _engine(model, 0, optimizer="muon")
+    _train_engine(engine, model)
+    own = {n: p for n, p in plain.named_parameters() if ".layers." in n or ".h." in n}
+    matrices = [p for p in own.values() if p.dim() == 2]
+    ids = {id(p) for p in matrices}
+    rest = [p for p in plain.parameters() if id(p) not in ids]
+    steppers = [
+        torch.optim.Muon(matrices, lr=rank_main.LR),
+        torch.optim.AdamW(rest, lr=rank_main.LR, fused=True),
+    ]
+    for step in range(rank_main.STEPS):
+        for parameter, gradient in zip(
+            plain.parameters(), _gradients(plain, 0, step, 0, 1), strict=True
+        ):
+            parameter.grad = gradient
+        for stepper in steppers:
+            stepper.step()
+    assert len(matrices) == (14 if name == "llama" else 8)
+    _assert_same(engine.full_parameters(), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_whole_matrix_optimizers_refuse_shards(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind} steps whole matrices, which stage 1 shards"):
+        _engine(rank_main.build_model("llama"), 1, optimizer=kind)
 
 
 @pytest.mark.parametrize("stage", STAGES)
