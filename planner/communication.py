@@ -1,4 +1,4 @@
-"""What the ranks of a step send: collectives, their bytes on the wire and the time they take."""
+"""What the GPUs of a step send: collectives, their bytes on the wire and the time they take."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import numpy as np
 
 from planner.families import parameter_shapes
 from planner.hardware import Gpu
+from planner.memory.parallel import group_size
 from planner.model import ModelSpec
 from planner.operations import Numbers
-from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
+from planner.rank import RankSpec
+from planner.workload import Checkpointing, Engine, Parallelism, Precision, TrainingWorkload
 
 # Between nodes: one 400 Gb/s port per GPU, the usual network of eight-GPU H100 and H200 nodes.
 _NETWORK_ID = "infiniband-ndr400"
@@ -105,12 +107,94 @@ def step_collectives(
 ) -> list[Collective]:
     """Return the collectives of one step; a ring sends (N-1)/N of each volume per rank.
 
-    `world_size` may be an array and stands in for the one in `parallelism`.
+    `world_size` may be an array and stands in for the one in `parallelism`. `spec` is the part of
+    the model that one GPU holds.
     """
     ring = (world_size - 1.0) / world_size
-    rate = link_bytes_s(gpu, world_size)
+    rate = link_bytes_s(gpu, world_size * group_size(parallelism))
     volumes = _volumes(spec, workload, parallelism.engine, parallelism.zero_stage)
     return [
         Collective(collective=name, bytes=volume * ring, count=count, time_s=volume * ring / rate)
         for name, volume, count in volumes
     ]
+
+
+def group_collectives(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    gpu: Gpu,
+    tokens: Numbers,
+) -> list[Collective]:
+    """Return what one GPU sends to others of its group in one step, for its part `spec` of a model.
+
+    `tokens` are the group's per micro-batch and context shard. Per layer and direction: two
+    all-reduces over tensor-parallel GPUs (or, with sequence parallelism, as many gathers and
+    reduce-scatters of the same volume), the keys and values of a ring and in the backward their
+    gradients too, the tokens of a layer's experts out and back. Checkpointing sends the forward's
+    again. A pipeline stage sends activations forward and gradients back.
+    """
+    if not isinstance(spec, RankSpec):
+        return []
+    element = 4 if workload.precision is Precision.FP32 else 2
+    rounds = workload.grad_accumulation
+    passes = 2 if workload.checkpointing is Checkpointing.NONE else 3
+    rows = (
+        _tensor_volume(spec, parallelism, passes),
+        _ring_volume(spec, parallelism, passes),
+        _expert_volume(spec, parallelism, passes),
+        _pipeline_volume(spec, parallelism),
+    )
+    inside = [
+        _timed(name, tokens * float(width * element * rounds), count * rounds, gpu, gpus)
+        for name, width, count, gpus in rows
+        if width
+    ]
+    return [*inside, *_context_sum(spec, workload, parallelism, gpu)]
+
+
+def _context_sum(
+    spec: RankSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+) -> list[Collective]:
+    gpus = parallelism.context_parallel
+    if gpus == 1:
+        return []
+    _, reduce_bytes = _element_bytes(parallelism.engine, workload.precision)
+    size_bytes = 2.0 * (gpus - 1) / gpus * spec.parameters * reduce_bytes
+    return [_timed("context_all_reduce", size_bytes, 1, gpu, gpus * parallelism.tensor_parallel)]
+
+
+# (collective, elements that a GPU sends per token and micro-batch, calls, GPUs that take part)
+_Volume = tuple[str, float, int, int]
+
+
+def _timed(name: str, size_bytes: Numbers, count: int, gpu: Gpu, gpus: int) -> Collective:
+    time_s = size_bytes / link_bytes_s(gpu, gpus)
+    return Collective(collective=name, bytes=size_bytes, count=count, time_s=time_s)
+
+
+def _tensor_volume(spec: RankSpec, parallelism: Parallelism, passes: int) -> _Volume:
+    gpus = parallelism.tensor_parallel
+    # The ends add one each: the sum of the vocabulary's rows, and of the gradients to the head.
+    calls = 2 * passes * spec.num_layers + spec.has_embedding + spec.has_head
+    each = 2 * (gpus - 1) / gpus * spec.hidden_size
+    return "tensor_all_reduce", calls * each, calls, gpus
+
+
+def _ring_volume(spec: RankSpec, parallelism: Parallelism, passes: int) -> _Volume:
+    steps, gpus = parallelism.context_parallel - 1, parallelism.context_parallel
+    calls = (passes + 1) * steps * spec.num_layers
+    return "ring_exchange", calls * 2.0 * spec.kv_size, calls, gpus * parallelism.tensor_parallel
+
+
+def _expert_volume(spec: RankSpec, parallelism: Parallelism, passes: int) -> _Volume:
+    ranks = parallelism.expert_parallel
+    calls = 2 * passes * spec.num_expert_layers
+    each = (ranks - 1) / ranks * spec.experts_per_token * spec.hidden_size
+    return "expert_all_to_all", calls * each, calls, ranks * group_size(parallelism)
+
+
+def _pipeline_volume(spec: RankSpec, parallelism: Parallelism) -> _Volume:
+    calls = 2 - spec.has_embedding - spec.has_head
+    width = calls * spec.hidden_size / spec.hidden_shards
+    return "pipeline_send", width, calls, group_size(parallelism)

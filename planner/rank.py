@@ -15,13 +15,12 @@ from planner.model import ModelSpec, ParameterShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec(ModelSpec):
-    """A model as one GPU sees it: `first_layer` is the model's layer that is its layer 0.
+    """A model as one GPU sees it.
 
     With sequence parallelism it holds `1 / hidden_shards` of the tokens outside attention and MLP.
     `num_experts` counts all experts, of which it holds `1 / expert_shards`.
     """
 
-    first_layer: int
     has_embedding: bool
     has_head: bool
     hidden_shards: int

@@ -12,7 +12,10 @@ _SPLIT_ENGINES = (Engine.PEAKMARK, Engine.FSDP2)
 # Families whose parameters and traced templates tell the dimensions that are divided (heads, MLP
 # width, vocabulary) from those that are not.
 TENSOR_PARALLEL_FAMILIES = frozenset(
-    ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "mixtral")
+    (
+        *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text"),
+        *("mixtral", "qwen3_moe"),
+    )
 )
 
 
@@ -57,6 +60,7 @@ def _check_tensor(model: ModelSpec, workload: TrainingWorkload, parallelism: Par
     for name, size in (
         ("attention heads", model.num_heads),
         ("MLP columns", model.intermediate_size),
+        ("expert columns", model.expert_size),
         ("vocabulary rows", model.vocab_size),
     ):
         if size % shards:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.communication import Collective, link_notes, step_collectives
+from planner.communication import Collective, group_collectives, link_notes, step_collectives
 from planner.errors import PlanError
 from planner.hardware import Gpu
+from planner.memory.parallel import group_size, stage_specs
 from planner.model import ModelSpec
 from planner.operations import (
     Cost,
@@ -21,7 +22,8 @@ from planner.operations import (
     optimizer_cost,
     training_costs,
 )
-from planner.workload import Engine, Parallelism, Precision, TrainingWorkload, flat_dict
+from planner.rank import RankSpec
+from planner.workload import Parallelism, Precision, TrainingWorkload, flat_dict
 
 LABEL = "formula, not calibrated"
 
@@ -103,12 +105,11 @@ def time_operations(
 
 
 def main_bound(operations: Sequence[OperationTime], communication_s: float) -> str:
-    """Return what most of the time goes to: compute, hbm or interconnect."""
-    spent = {
-        kind: sum(op.time_s for op in operations if op.bound == kind) for kind in ("compute", "hbm")
-    }
-    spent["interconnect"] = communication_s
-    return max(spent, key=lambda kind: spent[kind])
+    """Return what most of the time goes to: compute, hbm, pipeline or interconnect."""
+    spent = {"interconnect": communication_s}
+    for operation in operations:
+        spent[operation.bound] = spent.get(operation.bound, 0.0) + operation.time_s
+    return max(("compute", "hbm", *spent), key=lambda kind: spent.get(kind, 0.0))
 
 
 def _update_cost(
@@ -119,46 +120,105 @@ def _update_cost(
     return optimizer_cost(workload, sizes, local / world_size if stage else local)
 
 
-def training_throughput(
-    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
-) -> Throughput:
-    """Return the speed of one optimizer step: sum of rooflines plus communication, no overlap."""
-    peak, note = peak_flop_s(gpu, compute_dtype(workload.precision))
-    world_size = float(parallelism.world_size)
+def _micro_batch_costs(
+    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, b: Numbers, s: Numbers
+) -> list[Cost]:
+    """Return the costs of all micro-batches on one GPU, for its part of the model.
+
+    Context parallelism gives it every c-th token of each row, with its causal pairs: as fewer rows.
+    """
+    costs = training_costs(part, workload, b / parallelism.context_parallel, s)
+    if not isinstance(part, RankSpec):
+        return costs
+    return [cost for cost in costs if part.runs(cost.name.split(".")[-1])]
+
+
+def _bubble(parallelism: Parallelism, workload: TrainingWorkload) -> float:
+    """Return the time a pipeline's stage waits, over the time it works: (p - 1) / micro-batches."""
+    return (parallelism.pipeline_parallel - 1) / workload.grad_accumulation
+
+
+def _operations(
+    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu, peak: float
+) -> tuple[OperationTime, ...]:
+    """Return the operations of one GPU of a pipeline's stage, and how long it waits for others."""
     b, s = float(workload.micro_batch), float(workload.sequence_length)
-    update = _update_cost(spec, workload, parallelism.zero_stage, world_size)
-    costs = [*training_costs(spec, workload, b, s), update]
-    operations = time_operations(costs, peak, gpu.mem_bandwidth_bytes_s)
-    communication = tuple(
+    update = _update_cost(part, workload, parallelism.zero_stage, float(parallelism.world_size))
+    costs = _micro_batch_costs(part, workload, parallelism, b, s)
+    worked = time_operations(costs, peak, gpu.mem_bandwidth_bytes_s)
+    waited_s = sum(op.time_s for op in worked) * _bubble(parallelism, workload)
+    waiting = OperationTime(
+        name="pipeline.bubble", flops=0.0, bytes=0.0, time_s=waited_s, bound="pipeline"
+    )
+    updated = time_operations([update], peak, gpu.mem_bandwidth_bytes_s)
+    return (*worked, *([waiting] if waited_s else []), *updated)
+
+
+def _communication(
+    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+) -> tuple[Collective, ...]:
+    tokens = workload.micro_batch * workload.sequence_length / parallelism.context_parallel
+    sent = [
+        *step_collectives(part, workload, parallelism, gpu, float(parallelism.world_size)),
+        *group_collectives(part, workload, parallelism, gpu, tokens),
+    ]
+    return tuple(
         Collective(
             collective=item.collective,
             bytes=float(item.bytes),
             count=item.count,
             time_s=float(item.time_s),
         )
-        for item in step_collectives(spec, workload, parallelism, gpu, world_size)
+        for item in sent
+    )
+
+
+def _stage_step(
+    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu, peak: float
+) -> tuple[float, tuple[OperationTime, ...], tuple[Collective, ...]]:
+    operations = _operations(part, workload, parallelism, gpu, peak)
+    communication = _communication(part, workload, parallelism, gpu)
+    times = (*(op.time_s for op in operations), *(float(item.time_s) for item in communication))
+    return sum(times), operations, communication
+
+
+def training_throughput(
+    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+) -> Throughput:
+    """Return the speed of one optimizer step: sum of rooflines plus communication, no overlap.
+
+    A pipeline goes at the pace of its slowest stage, whose operations these are.
+    """
+    peak, note = peak_flop_s(gpu, compute_dtype(workload.precision))
+    gpus = group_size(parallelism)
+    step_time_s, operations, communication = max(
+        (
+            _stage_step(part, workload, parallelism, gpu, peak)
+            for part in dict.fromkeys(stage_specs(spec, parallelism))
+        ),
+        key=lambda step: step[0],
     )
     communication_s = sum(float(item.time_s) for item in communication)
-    step_time_s = sum(op.time_s for op in operations) + communication_s
+    b, s = float(workload.micro_batch), float(workload.sequence_length)
     tokens = b * s * workload.grad_accumulation
     useful = float(model_flops(spec, b, s)) * workload.grad_accumulation
     return Throughput(
         step_time_s=step_time_s,
-        tokens_per_s=tokens * world_size / step_time_s,
-        tokens_per_s_per_gpu=tokens / step_time_s,
-        mfu=useful / (step_time_s * peak),
+        tokens_per_s=tokens * parallelism.world_size / step_time_s,
+        tokens_per_s_per_gpu=tokens / (step_time_s * gpus),
+        mfu=useful / (step_time_s * peak * gpus),
         bound=main_bound(operations, communication_s),
         flops_per_step=sum(op.flops for op in operations),
         operations=operations,
         communication=communication,
-        notes=(*([note] if note else []), *link_notes(gpu, parallelism.world_size)),
+        notes=(*([note] if note else []), *link_notes(gpu, parallelism.world_size * gpus)),
     )
 
 
 def training_speed_grid(
     spec: ModelSpec,
     workload: TrainingWorkload,
-    engine: Engine,
+    parallelism: Parallelism,
     gpu: Gpu,
     *,
     zero_stages: Sequence[int],
@@ -168,27 +228,45 @@ def training_speed_grid(
 ) -> dict[str, NDArray[np.float64]]:
     """Return step_time_s, tokens_per_s and mfu over stage x world size x micro-batch x length.
 
-    The same formulas as `training_throughput`, evaluated on arrays.
+    The same formulas as `training_throughput`, evaluated on arrays; `parallelism` says the rest.
     """
     peak, _ = peak_flop_s(gpu, compute_dtype(workload.precision))
     world = np.asarray(world_sizes, dtype=np.float64)[:, None, None]
     b = np.asarray(micro_batches, dtype=np.float64)[:, None]
     s = np.asarray(sequence_lengths, dtype=np.float64)
-    compute = sum(
-        roofline_s(cost, peak, gpu.mem_bandwidth_bytes_s)
-        for cost in training_costs(spec, workload, b, s)
-    )
     times = []
-    for stage in zero_stages:
-        parallelism = Parallelism(engine=engine, zero_stage=stage)
-        update = _update_cost(spec, workload, stage, world)
-        sent = step_collectives(spec, workload, parallelism, gpu, world)
-        rest = roofline_s(update, peak, gpu.mem_bandwidth_bytes_s) + sum(c.time_s for c in sent)
-        times.append(compute + rest)
+    for zero_stage in zero_stages:
+        at_stage = replace(parallelism, zero_stage=zero_stage)
+        slowest: Any = 0.0
+        for part in dict.fromkeys(stage_specs(spec, parallelism)):
+            taken = _step_times_s(part, workload, at_stage, gpu, peak, (world, b, s))
+            slowest = np.maximum(slowest, taken)
+        times.append(slowest)
     step_time_s = np.stack(times)
-    rounds = workload.grad_accumulation
+    rounds, gpus = workload.grad_accumulation, group_size(parallelism)
     return {
         "step_time_s": step_time_s,
         "tokens_per_s": b * s * rounds * world / step_time_s,
-        "mfu": model_flops(spec, b, s) * rounds / (step_time_s * peak),
+        "mfu": model_flops(spec, b, s) * rounds / (step_time_s * peak * gpus),
     }
+
+
+def _step_times_s(
+    part: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    gpu: Gpu,
+    peak: float,
+    axes: tuple[Numbers, Numbers, Numbers],
+) -> Any:
+    """Return the step times of one GPU's part over world size x micro-batch x length."""
+    world, b, s = axes
+    costs = _micro_batch_costs(part, workload, parallelism, b, s)
+    compute = sum(roofline_s(cost, peak, gpu.mem_bandwidth_bytes_s) for cost in costs)
+    update = _update_cost(part, workload, parallelism.zero_stage, world)
+    sent = [
+        *step_collectives(part, workload, parallelism, gpu, world),
+        *group_collectives(part, workload, parallelism, gpu, b * s / parallelism.context_parallel),
+    ]
+    rest = roofline_s(update, peak, gpu.mem_bandwidth_bytes_s) + sum(c.time_s for c in sent)
+    return compute * (1 + _bubble(parallelism, workload)) + rest

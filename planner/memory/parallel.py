@@ -82,7 +82,6 @@ def _part(spec: ModelSpec, parallelism: Parallelism, stage: int, layers: slice) 
     }
     part = RankSpec(
         **{**whole, **own},
-        first_layer=layers.start,
         has_embedding=stage == 0,
         has_head=stage == stages - 1,
         hidden_shards=shards if parallelism.sequence_parallel else 1,

@@ -7,10 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.communication import link_bytes_s, link_notes, step_collectives
+from planner.communication import (
+    group_collectives,
+    link_bytes_s,
+    link_notes,
+    step_collectives,
+)
 from planner.hardware import custom_gpu, resolve_gpu
+from planner.memory.parallel import stage_specs
 from planner.presets import resolve_model
-from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
+from planner.workload import (
+    Checkpointing,
+    Engine,
+    Parallelism,
+    Precision,
+    TrainingWorkload,
+)
 
 LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
 P = 8_030_261_248
@@ -109,3 +121,55 @@ def test_time_is_bytes_over_the_link() -> None:
     parallelism = Parallelism(zero_stage=1, world_size=8)
     for item in step_collectives(LLAMA, TrainingWorkload(), parallelism, H200, 8.0):
         assert float(item.time_s) == pytest.approx(2 * P * 7 / 8 / 450e9)
+
+
+MIXTRAL = resolve_model("mistralai/Mixtral-8x7B-v0.1")
+TOKENS, HIDDEN = 4096, 4096
+
+
+def inside(
+    sizes: dict[str, int], stage: int = 0, model: str = "llama", **workload: Any
+) -> dict[str, tuple[float, int]]:
+    """Return what one GPU sends inside the layers for one row of 4,096 tokens."""
+    parallelism = Parallelism(world_size=8, **sizes)  # type: ignore[arg-type]
+    spec = stage_specs(MIXTRAL if model == "mixtral" else LLAMA, parallelism)[stage]
+    tokens = TOKENS / parallelism.context_parallel
+    found = group_collectives(spec, TrainingWorkload(**workload), parallelism, H200, tokens)
+    return {item.collective: (float(item.bytes), item.count) for item in found}
+
+
+def test_what_nothing_splits_sends_nothing_inside_its_layers() -> None:
+    assert inside({}) == {}
+
+
+def test_tensor_parallel_layers_sum_twice_forward_and_twice_backward() -> None:
+    # 32 layers x 4, the embedding's and the head's; an all-reduce over 4 sends 2 x 3/4.
+    one = TOKENS * HIDDEN * 2 * 2 * 3 / 4
+    assert inside({"tensor_parallel": 4}) == {"tensor_all_reduce": (130 * one, 130)}
+    again = inside({"tensor_parallel": 4}, checkpointing=Checkpointing.FULL, grad_accumulation=2)
+    assert again == {"tensor_all_reduce": (2 * 194 * one, 2 * 194)}
+
+
+def test_a_ring_passes_keys_and_values_on_and_in_the_backward_their_gradients_too() -> None:
+    # (4 - 1) steps of 1,024 tokens x 2 x 1,024 columns x 2 B: once forward, twice backward.
+    sent = 32 * 3 * 3 * 1024 * 2 * 1024 * 2
+    assert inside({"context_parallel": 4}) == {
+        "ring_exchange": (sent, 32 * 3 * 3),
+        "context_all_reduce": (2 * 3 / 4 * 2 * P, 1),
+    }
+
+
+def test_stages_send_activations_forward_and_gradients_back() -> None:
+    one = TOKENS * HIDDEN * 2
+    ends = {"pipeline_send": (8 * one, 8)}
+    assert inside({"pipeline_parallel": 4}, 0, grad_accumulation=8) == ends
+    assert inside({"pipeline_parallel": 4}, 3, grad_accumulation=8) == ends
+    middle = inside({"pipeline_parallel": 4}, 1, grad_accumulation=8)
+    assert middle == {"pipeline_send": (16 * one, 16)}
+
+
+def test_experts_receive_and_return_two_copies_of_each_token() -> None:
+    # Two experts a token, three of four ranks elsewhere; out and back, forward and backward.
+    one = 2 * TOKENS * HIDDEN * 2 * 3 / 4
+    sent = inside({"expert_parallel": 4}, model="mixtral")
+    assert sent == {"expert_all_to_all": (32 * 4 * one, 32 * 4)}

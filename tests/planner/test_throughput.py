@@ -26,7 +26,6 @@ from planner.throughput import (
 from planner.workload import (
     Attention,
     Checkpointing,
-    Engine,
     Parallelism,
     Precision,
     TrainingWorkload,
@@ -117,6 +116,61 @@ def test_the_json_form_is_plain_and_labelled() -> None:
     }
 
 
+SPLIT = {
+    "tensor": Parallelism(zero_stage=1, world_size=2, tensor_parallel=2),
+    "pipeline": Parallelism(zero_stage=1, world_size=2, pipeline_parallel=3),
+    "context": Parallelism(zero_stage=1, world_size=2, context_parallel=4),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_grid_gives_what_single_split_plans_give(name: str) -> None:
+    parallelism = SPLIT[name]
+    workload = TrainingWorkload(grad_accumulation=4)
+    grid = training_speed_grid(
+        LLAMA,
+        workload,
+        parallelism,
+        H200,
+        zero_stages=(1,),
+        world_sizes=(2,),
+        micro_batches=(2,),
+        sequence_lengths=(4096,),
+    )
+    single = training_throughput(LLAMA, replace(workload, micro_batch=2), parallelism, H200)
+    assert grid["step_time_s"].item() == pytest.approx(single.step_time_s, rel=1e-12)
+    assert grid["mfu"].item() == pytest.approx(single.mfu, rel=1e-12)
+
+
+def test_two_tensor_parallel_gpus_share_every_product() -> None:
+    alone, shared = (
+        training_throughput(LLAMA, TrainingWorkload(), parallelism, H200)
+        for parallelism in (Parallelism(zero_stage=1, world_size=2), SPLIT["tensor"])
+    )
+    assert shared.flops_per_step == pytest.approx(alone.flops_per_step / 2)
+    assert shared.tokens_per_s_per_gpu == pytest.approx(shared.tokens_per_s / 4)
+
+
+def test_context_parallel_gpus_share_the_causal_pairs_too() -> None:
+    alone, shared = (
+        training_throughput(LLAMA, TrainingWorkload(), parallelism, H200)
+        for parallelism in (Parallelism(zero_stage=1, world_size=2), SPLIT["context"])
+    )
+    assert shared.flops_per_step == pytest.approx(alone.flops_per_step / 4)
+
+
+def test_a_pipeline_waits_its_stages_less_one_over_its_micro_batches() -> None:
+    result = training_throughput(
+        LLAMA, TrainingWorkload(grad_accumulation=8), SPLIT["pipeline"], H200
+    )
+    bubble = next(op for op in result.operations if op.name == "pipeline.bubble")
+    worked = sum(op.time_s for op in result.operations if op.name[:4] in ("forw", "back"))
+    assert bubble.time_s == pytest.approx(worked * 2 / 8)
+    # The last stage has the head and one layer less: 10 layers and the head are slowest.
+    assert "forward.head" in {op.name for op in result.operations}
+    assert "forward.embedding" not in {op.name for op in result.operations}
+
+
 def test_a_grid_gives_what_single_plans_give() -> None:
     axes: dict[str, tuple[int, ...]] = {
         "zero_stages": (0, 1, 2, 3),
@@ -125,7 +179,7 @@ def test_a_grid_gives_what_single_plans_give() -> None:
         "sequence_lengths": (256, 1024),
     }
     workload = TrainingWorkload(grad_accumulation=2, checkpointing=Checkpointing.FULL)
-    grid = training_speed_grid(GPT2, workload, Engine.PEAKMARK, H200, **axes)
+    grid = training_speed_grid(GPT2, workload, Parallelism(), H200, **axes)
     for place in itertools.product(*(range(len(values)) for values in axes.values())):
         stage, n, b, s = (values[i] for values, i in zip(axes.values(), place, strict=True))
         single = training_throughput(
