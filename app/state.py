@@ -182,12 +182,17 @@ def query_of_plan(plan: Mapping[str, Any]) -> dict[str, str]:
     """Return the URL parameters that open `plan` on the Plan page; defaults are left out."""
     values = values_of_plan(plan)
     config = values.pop(CONFIG_KEY, None)
-    known = {**DEFAULTS, **dict.fromkeys(DIMENSIONS), TIE_KEY: TIE_CHOICES[0]}
-    query = {
-        key: str(value) for key, value in values.items() if key in known and value != known[key]
-    }
+    query = query_of_values(values)
     packed = pack_config(config) if config is not None else None
     return query | {CONFIG_KEY: packed} if packed else query
+
+
+def query_of_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the URL parameters of widget values; defaults are left out."""
+    known = {**DEFAULTS, **dict.fromkeys(DIMENSIONS), TIE_KEY: TIE_CHOICES[0]}
+    return {
+        key: str(value) for key, value in values.items() if key in known and value != known[key]
+    }
 
 
 def pack_config(config: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,13 @@ page = st.navigation(
                 icon=":material/straighten:",
                 default=True,
                 help="Does it fit, how close, how fast, and what would change that?",
-            )
+            ),
+            st.Page(
+                "app_pages/ledger.py",
+                title="Ledger",
+                icon=":material/view_quilt:",
+                help="Which tensor is that, why is this the peak, and when in the step?",
+            ),
         ],
         "Prove": [
             st.Page(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pandas as pd
 import streamlit as st
 
 from app import services
@@ -15,11 +14,11 @@ from app.charts.proof import timing_figure
 from app.charts.style import size_text
 from app.components.figure import metric_row, show_figure
 from app.components.verdict import show_speed
+from app.ledger_rows import ledger_rows
 from planner.plan import Plan
 from planner.units import format_bytes, format_count
 
-LEDGER_SHOWN = 40
-LEDGER_HEIGHT_PX = 420
+LEDGER_SHOWN = 8
 
 
 def show_training_answer(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
@@ -125,37 +124,30 @@ def _timing(throughput: Mapping[str, Any]) -> None:
 
 
 def show_ledger(prediction: Mapping[str, Any], unit: str) -> None:
-    """Draw the largest named tensors and the way to all of them."""
-    ledger = sorted(prediction["memory"]["ledger"], key=lambda entry: -entry["bytes"])
-    rows = [_ledger_row(entry, unit) for entry in ledger]
+    """Draw the largest named tensors and the way to the page that has all of them."""
+    rows = ledger_rows(prediction)
+    shown = [_ledger_row(row, unit) for row in rows[:LEDGER_SHOWN]]
     st.markdown("#### Ledger")
     st.caption(
-        f"The {min(LEDGER_SHOWN, len(rows))} largest of {len(rows)} kinds of tensors: "
-        "bytes of all of a kind together; the CSV holds every one."
+        f"The {len(shown)} largest of {len(rows)} kinds of tensors at the peak: bytes of all of a "
+        "kind together. The Ledger page holds every one, and says why this is the peak."
     )
-    shown = rows[:LEDGER_SHOWN]
-    height_px = min(LEDGER_HEIGHT_PX, 40 + 35 * len(shown))
-    st.dataframe(shown, hide_index=True, height=height_px, alt="Largest tensors")
-    st.download_button(
-        "Ledger as CSV",
-        data=pd.DataFrame(ledger).to_csv(index=False),
-        file_name="peakmark-ledger.csv",
-        mime="text/csv",
-        icon=":material/download:",
-        on_click="ignore",
-        key="ledger_csv",
+    st.dataframe(shown, hide_index=True, alt="Largest tensors")
+    st.page_link(
+        "app_pages/ledger.py",
+        label="Open the ledger",
+        icon=":material/view_quilt:",
     )
 
 
-def _ledger_row(entry: Mapping[str, Any], unit: str) -> dict[str, Any]:
+def _ledger_row(row: Mapping[str, Any], unit: str) -> dict[str, Any]:
     return {
-        "tensor": entry["name"],
-        "size": size_text(entry["bytes"], unit),
-        "component": entry["component"],
-        "shape": " × ".join(str(side) for side in entry["shape"]),
-        "dtype": entry["dtype"],
-        "count": entry["count"],
-        "kept by": entry["owner"],
-        "phases": ", ".join(entry["phases"]),
-        "formula": entry["formula"],
+        "tensor": row["name"],
+        "size": size_text(row["bytes"], unit),
+        "share %": row["share_percent"],
+        "component": row["component"],
+        "shape": row["shape_text"],
+        "dtype": row["dtype"],
+        "count": row["count"],
+        "kept by": row["owner"],
     }

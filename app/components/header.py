@@ -86,7 +86,13 @@ def show_header(page_title: str) -> None:
         line = "" if page_title == "Run" else f"**{header_line(current_values())}**"
         st.markdown(line, width="stretch")
         if page_title != "Plan":
-            st.page_link("app_pages/plan.py", label="Edit plan", icon=":material/edit:")
+            st.page_link(
+                "app_pages/plan.py",
+                label="Edit plan",
+                icon=":material/edit:",
+                # A page that was opened by a link has the plan in its own address only.
+                query_params=st.query_params.to_dict() if page_title == "Ledger" else None,
+            )
         st.segmented_control(
             "Unit of sizes",
             ("GiB", "GB"),

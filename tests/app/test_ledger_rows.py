@@ -1,0 +1,46 @@
+"""The ledger as rows: shapes in numbers, and a filter that only takes away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app import services
+from app.ledger_rows import ledger_rows, matching
+from planner.plan import default_plan
+
+
+def rows() -> list[dict[str, Any]]:
+    return ledger_rows(services.prediction_of(default_plan()))
+
+
+def named(name: str) -> dict[str, Any]:
+    return next(row for row in rows() if row["name"] == name)
+
+
+def test_rows_sum_to_the_allocated_peak() -> None:
+    memory = services.prediction_of(default_plan())["memory"]
+    assert sum(row["bytes"] for row in rows()) == memory["allocated_bytes"]
+    assert [row["bytes"] for row in rows()] == sorted((r["bytes"] for r in rows()), reverse=True)
+
+
+def test_symbols_of_a_shape_become_the_plans_numbers() -> None:
+    # Llama-3.1-8B at 1 x 4096 tokens: inner size 14,336, vocabulary 128,256, fp32.
+    softmax = named("loss: (_log_softmax)")
+    assert softmax["shape_text"] == "4,096 × 128,256"
+    assert softmax["bytes"] == 4096 * 128256 * 4
+
+
+def test_filters_narrow_by_phase_component_and_words() -> None:
+    every = rows()
+    assert matching(every, [], [], "") == every
+    assert {row["component"] for row in matching(every, [], ["logits"], "")} == {"logits"}
+    stepping = matching(every, ["optimizer"], [], "")
+    assert stepping and not any(row["owner"] == "saved for backward" for row in stepping)
+    assert all("float32" in row["dtype"] for row in matching(every, [], [], "MASTER float32"))
+    assert matching(every, [], [], "no such tensor") == []
+
+
+def test_what_belongs_to_the_running_operation_is_alive_at_the_peak_only() -> None:
+    memory = services.prediction_of(default_plan())["memory"]
+    running = [row for row in rows() if row["owner"] == "running operation"]
+    assert running and {row["phases"] for row in running} == {memory["peak_phase"]}
