@@ -1,20 +1,20 @@
-"""Bytes that FSDP2 holds at each position of a step (torch.distributed.fsdp.fully_shard)."""
+"""Bytes that FSDP2 holds at each place of a step (torch.distributed.fsdp.fully_shard)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from planner.memory.groups import PerLayer, Place, Rows, group_shapes
 from planner.memory.states import (
-    BACKWARD_POSITIONS,
-    BEFORE_BACKWARD,
+    HeldGroup,
     Parts,
     Precisions,
-    finished_layers,
-    group_shapes,
+    first_finished,
     optimizer_temporaries,
     state_count,
     tied_shares,
@@ -23,12 +23,33 @@ from planner.model import ModelSpec
 from planner.workload import Engine, Optimizer, Precision
 
 _BF16_BYTES, _FP32_BYTES = 2, 4
-_FORWARD_LAYERS = {"first_layer": 1, "layer:first": 2}
 
 
 def row_shards(shapes: Sequence[tuple[int, int]], world_size: Any) -> Any:
     """Elements one rank stores: each parameter gives ceil(rows / N) rows, so at least one."""
     return sum(-(-rows // world_size) * columns for rows, columns in shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """One size per unit: the root's and every layer's; sizes may be arrays."""
+
+    root: Any
+    layers: PerLayer
+
+    @classmethod
+    def of(cls, root: Rows, layers: Sequence[Rows], world_size: Any) -> _Units:
+        """Elements that one of `world_size` ranks stores."""
+        per_layer = PerLayer.of(layers, lambda rows: row_shards(rows, world_size))
+        return cls(row_shards(root, world_size), per_layer)
+
+    def map(self, function: Callable[[Any], Any]) -> _Units:
+        """Return `function` of every size."""
+        return _Units(function(self.root), self.layers.map(function))
+
+    def total(self) -> Any:
+        """Return the sum over all units."""
+        return self.layers.total() + self.root
 
 
 class Fsdp2States:
@@ -58,101 +79,105 @@ class Fsdp2States:
         self._layers = spec.num_layers
         self._reshards, self._accumulates = stage == 3, accumulates
         shapes = group_shapes(spec)
-        units = {"layer": shapes["layer"], "root": shapes["embedding"] + shapes["head"]}
-        self._numel = {name: row_shards(rows, 1) for name, rows in units.items()}
+        root = shapes["embedding"] + shapes["head"]
+        self._numel = _Units.of(root, shapes["layers"], 1)
         self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
         self._embedding_numel = row_shards(shapes["embedding"], 1)
-        self.shard = {name: row_shards(rows, world_size) for name, rows in units.items()}
-        self._padded = {name: shard * world_size for name, shard in self.shard.items()}
+        self.shard = _Units.of(root, shapes["layers"], world_size)
+        self._padded = self.shard.map(lambda shard: shard * world_size)
         # A gather buffer holds every rank's rows; with one rank it is skipped.
-        self._gather = {n: np.where(np.equal(world_size, 1), 0, p) for n, p in self._padded.items()}
+        is_alone = np.equal(world_size, 1)
+        self._gather = self._padded.map(lambda size: np.where(is_alone, 0, size))
         self._temporaries = optimizer_temporaries(optimizer)
-        self._largest = reduce(
-            np.maximum, [row_shards([row], world_size) for rows in units.values() for row in rows]
-        )
+        rows = {row for unit in (root, *shapes["layers"]) for row in unit}
+        self._largest = reduce(np.maximum, [row_shards([row], world_size) for row in rows])
         self._state_bytes = sizes.state
-
-    def _all_shards(self) -> Any:
-        return self._layers * self.shard["layer"] + self.shard["root"]
 
     def persistent(self) -> Parts:
         """Sharded parameters and optimizer states, in bytes."""
-        shards = self._all_shards()
+        shards = self.shard.total()
         return {"parameters": shards * self._stored, "optimizer": shards * self._state}
 
-    def held_numels(self) -> dict[str, tuple[Any, Any]]:
-        """Per unit, elements of the sharded parameters and of what the optimizer steps."""
-        return {name: (shard, shard) for name, shard in self.shard.items()}
+    def held_numels(self) -> list[HeldGroup]:
+        """Per kind of unit, elements of the sharded parameters and of what the optimizer steps."""
+        units = [*self.shard.layers.by_kind(), ("root", 1, self.shard.root)]
+        return [HeldGroup(name, count, shard, shard) for name, count, shard in units]
 
-    def at(self, position: str) -> Parts:
+    def at(self, place: Place) -> Parts:
         """Gathered units, gradients and the last reduce-scatter's input, in bytes."""
         return {
-            "gathered": self._gathered(position) * self._compute,
-            "gradients": self._gradients(position),
-            "temporary": self._last_reduction(position),
+            "gathered": self._gathered(place) * self._compute,
+            "gradients": self._gradients(place),
+            "temporary": self._last_reduction(place),
         }
 
-    def _gathered(self, position: str) -> Any:
-        copy, buffer = self._numel["layer"], self._gather["layer"]
-        root = self._numel["root"] + (self._gather["root"] if position == "embed" else 0)
-        if position in BEFORE_BACKWARD:
-            return root + self._forward_copies(position) * copy + (position != "embed") * buffer
+    def _gathered(self, place: Place) -> Any:
+        root, buffers = self._numel.root, self._gather.layers
+        if place.section == "embed":
+            return root + self._gather.root
+        if not place.in_backward:
+            layer = place.layer if place.in_layer else self._layers - 1
+            return root + self._forward_copies(place) + buffers[layer]
         if not self._reshards:
-            alive = self._layers - finished_layers(position, self._layers - 2)
-            return root + alive * copy
-        ahead = position not in ("first_layer_backward", "embed_backward")
-        own = position not in ("loss_backward", "embed_backward")
-        return root + own * copy + ahead * buffer
+            alive = first_finished(place, self._layers)
+            return root + self._numel.layers.total(0, alive)
+        if place.section == "loss_backward":
+            return root + buffers[self._layers - 1]
+        if place.section == "embed_backward":
+            return root
+        ahead = buffers[place.layer - 1] if place.layer else 0
+        return root + self._numel.layers[place.layer] + ahead
 
-    def _forward_copies(self, position: str) -> int:
-        in_layer = "layer" in position
+    def _forward_copies(self, place: Place) -> Any:
         if self._reshards:
-            return int(in_layer)
-        seen = {"embed": 0, **_FORWARD_LAYERS, "layer:last": self._layers - 1}
-        return seen.get(position, self._layers)
+            return self._numel.layers[place.layer] if place.in_layer else 0
+        return self._numel.layers.total(0, place.layer + 1 if place.in_layer else None)
 
-    def _gradients(self, position: str) -> Any:
+    def _gradients(self, place: Place) -> Any:
         shards: Any = 0
         if self._accumulates:
-            shards = self._all_shards()
-        elif position in BACKWARD_POSITIONS:
-            shards = finished_layers(position, self._layers - 2) * self.shard["layer"]
-        after_loss = position in BACKWARD_POSITIONS[1:]
-        root = after_loss * (self._numel["root"] - self._embedding_numel)
-        tied = tied_shares(position) * self._tied_numel
+            shards = self.shard.total()
+        elif place.in_backward:
+            shards = self.shard.layers.total(first_finished(place, self._layers))
+        after_loss = place.in_backward and place.section != "loss_backward"
+        root = after_loss * (self._numel.root - self._embedding_numel)
+        tied = tied_shares(place) * self._tied_numel
         return shards * self._stored + (root + tied) * self._compute
 
-    def _reduced(self, unit: str) -> Any:
-        return self._padded[unit] * self._stored
+    def _last_reduction(self, place: Place) -> Any:
+        before = first_finished(place, self._layers)
+        if not place.in_backward or before >= self._layers:
+            return 0
+        return self._padded.layers[before] * self._stored
 
-    def _last_reduction(self, position: str) -> Any:
-        return (position in BACKWARD_POSITIONS[2:]) * self._reduced("layer")
-
-    def flat(self, position: str) -> tuple[Any, ...]:
+    def flat(self, place: Place) -> tuple[Any, ...]:
         """FSDP2 keeps the gradients autograd made: there are no flat buffers before reduction."""
         return (0, 0, 0)
 
-    def at_section_end(self, position: str) -> Parts:
+    def at_section_end(self, place: Place) -> Parts:
         """A unit's reduction: input and output appear, its copy and the last input are gone."""
-        if position not in BACKWARD_POSITIONS[1:]:
+        if not place.in_backward or place.section == "loss_backward":
             return {}
-        unit = "root" if position == "embed_backward" else "layer"
+        is_root = place.section == "embed_backward"
+        numel, shard, padded = (
+            units.root if is_root else units.layers[place.layer]
+            for units in (self._numel, self.shard, self._padded)
+        )
         # The gradients are freed once copied into the input; only then the output appears.
-        freed = self._numel[unit] * self._compute
-        output = np.maximum(self.shard[unit] * self._stored - freed, 0)
-        reduction = self._reduced(unit) + output
+        freed = numel * self._compute
+        output = np.maximum(shard * self._stored - freed, 0)
         parts: Parts = {
-            "temporary": reduction - self._last_reduction(position),
-            "gathered": -self._numel[unit] * self._compute,
+            "temporary": padded * self._stored + output - self._last_reduction(place),
+            "gathered": -numel * self._compute,
         }
-        if unit == "root":
+        if is_root:
             # The two shares of a tied weight are gone: only their sum is reduced.
             parts["gradients"] = -2 * self._tied_numel * self._compute
         return parts
 
     def optimizer_step(self) -> Parts:
         """Sharded gradients and the optimizer's temporaries over all parameters, in bytes."""
-        shards = self._all_shards()
+        shards = self.shard.total()
         foreach = self._temporaries == 1
         stepped = shards if foreach else self._largest
         return {

@@ -6,13 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from planner.memory.states import (
-    BACKWARD_POSITIONS,
-    Precisions,
-    finished_layers,
-    group_numels,
-    state_count,
-)
+from planner.memory.groups import FORWARD_SECTIONS, Place, group_numels, place_of
+from planner.memory.states import Precisions, first_finished, state_count
 from planner.memory.templates import (
     SavedTensor,
     load_saved,
@@ -44,14 +39,6 @@ _SAVED_UNTIL = {
     "embed": 5,
 }
 _SAVED_FROM = {"loss": 1}
-# The backward position from which on a section's saved tensors are gone.
-_GONE_AFTER = {
-    "loss": "loss_backward",
-    "head": "loss_backward",
-    "last_layer": "last_layer_backward",
-    "first_layer": "first_layer_backward",
-    "embed": "embed_backward",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +94,7 @@ def _state_entries(
     spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
 ) -> Iterator[Entry]:
     sizes = Precisions.of(workload.precision, parallelism.engine)
-    counts = {name: spec.num_layers if name == "layer" else 1 for name in states.shard}
-    for group, (kept, stepped) in states.held_numels().items():
-        count = counts[group]
+    for group, count, kept, stepped in states.held_numels():
         yield _state_entry(f"{group} parameters", kept, sizes.parameter, count, "parameters")
         if sizes.master:
             yield _state_entry(f"{group} master weights", stepped, sizes.master, count, "optimizer")
@@ -138,11 +123,12 @@ def _saved_entries(
     spec: ModelSpec, workload: TrainingWorkload, position: str, key: str
 ) -> Iterator[Entry]:
     saved = load_saved(spec.family, key)
+    place = place_of(position, spec.num_layers)
     monomials = tuple({tensor.monomial for tensor in saved})
     numels = monomial_values(spec, monomials, workload.micro_batch, workload.sequence_length)
     value = dict(zip(monomials, numels.tolist(), strict=True))
     for tensor in saved:
-        count = _alive(tensor.section, position, spec.num_layers - 2)
+        count = _alive(tensor.section, place, spec.num_layers)
         if count > 0:
             one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
             yield _saved_entry(tensor, count, round(one_bytes * count))
@@ -171,26 +157,21 @@ def _saved_component(tensor: SavedTensor) -> str:
     return "attention" if names.count("seq") == 2 else "activations"
 
 
-def _alive(section: str, position: str, inner: int) -> int:
-    """How many layers' worth of a section's saved tensors are whole as `position` begins."""
-    order = (*("embed", "first_layer", "layer", "last_layer", "head", "loss"),)
-    if position == "optimizer":
+def _alive(section: str, place: Place, num_layers: int) -> int:
+    """How many layers' worth of a section's saved tensors are whole as `place` begins."""
+    if place.section == "optimizer":
         return 0
-    if section == "layer":
-        return _alive_inner(position, inner)
-    if position in BACKWARD_POSITIONS:
-        gone = BACKWARD_POSITIONS.index(_GONE_AFTER[section])
-        return int(BACKWARD_POSITIONS.index(position) <= gone)
-    return int(order.index(section) < order.index(position.split(":")[0]))
-
-
-def _alive_inner(position: str, inner: int) -> int:
-    if position in BACKWARD_POSITIONS:
-        done = finished_layers(position, inner) - 1
-        return inner - min(max(done, 0), inner)
-    return {"embed": 0, "first_layer": 0, "layer:first": 0, "layer:last": inner - 1}.get(
-        position, inner
-    )
+    if section in FORWARD_SECTIONS and section != "layer":
+        if place.in_backward:
+            return int(section == "embed" or place.section == "loss_backward")
+        return int(FORWARD_SECTIONS.index(section) < FORWARD_SECTIONS.index(place.section))
+    last = num_layers - 1
+    first, end = {"first_layer": (0, 1), "layer": (1, last)}.get(section, (last, num_layers))
+    if place.in_backward:
+        done = first_finished(place, num_layers)
+    else:
+        done = {"embed": 0, "layer": place.layer}.get(place.section, num_layers)
+    return max(min(end, done) - first, 0)
 
 
 def _rest(rows: list[Entry], peak: Moment) -> Iterator[Entry]:
@@ -256,8 +237,7 @@ def formulas(
 
 def sum_parameters(spec: ModelSpec) -> int:
     """All parameters, from the groups."""
-    numels = group_numels(spec)
-    return numels["embedding"] + spec.num_layers * numels["layer"] + numels["head"]
+    return int(group_numels(spec).total())
 
 
 def _over(ranks: int, sharded: bool, suffix: str = "") -> str:

@@ -7,16 +7,11 @@ from functools import lru_cache
 from typing import Any
 
 from planner.hardware import Gpu
+from planner.memory.groups import Rows, group_numels, group_shapes
 from planner.memory.overheads import workspace_bytes
 from planner.memory.replay import Blocks, EngineReplay, Memory, ModelReplay, Replayed, replay
 from planner.memory.sections import FLAT_GROUPS
-from planner.memory.states import (
-    Precisions,
-    group_numels,
-    group_shapes,
-    optimizer_temporaries,
-    state_count,
-)
+from planner.memory.states import Precisions, optimizer_temporaries, state_count
 from planner.memory.templates import load_steps
 from planner.model import ModelSpec
 from planner.workload import Engine, Optimizer, Parallelism, Precision, TrainingWorkload
@@ -74,9 +69,9 @@ class PeakmarkReplay(_Engine):
         super().__init__(spec, workload, memory, workspaces_bytes)
         self._stage = parallelism.zero_stage
         self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK)
-        numels, ranks = group_numels(spec), parallelism.world_size
-        self._shard = {name: -(-numel // ranks) for name, numel in numels.items()}
-        self._whole = {name: shard * ranks for name, shard in self._shard.items()}
+        ranks = parallelism.world_size
+        self._shard = group_numels(spec).map(lambda numel: -(-numel // ranks))
+        self._whole = self._shard.map(lambda shard: shard * ranks)
         layers = [("layer", index) for index in range(spec.num_layers)]
         self._groups = [("embedding", 0), *layers, ("head", 0)]
 
@@ -84,9 +79,9 @@ class PeakmarkReplay(_Engine):
         """Flat parameters group by group, then the master copies."""
         memory, sizes = self._memory, self._sizes
         for group in self._groups:
-            memory.take(("whole", group), self._whole[group[0]] * sizes.parameter)
+            memory.take(("whole", group), self._whole.of(*group) * sizes.parameter)
             if self._stage == 3:
-                memory.take(("shard", group), self._shard[group[0]] * sizes.parameter)
+                memory.take(("shard", group), self._shard.of(*group) * sizes.parameter)
                 memory.give(("whole", group))
         for group in self._groups:
             memory.take(("master", group), self._stepped(group) * sizes.master)
@@ -96,7 +91,7 @@ class PeakmarkReplay(_Engine):
         """Gather the groups of stage 3."""
         if self._stage == 3:
             for group in _groups_of(section, layer):
-                self._memory.take(("whole", group), self._whole[group[0]] * self._sizes.parameter)
+                self._memory.take(("whole", group), self._whole.of(*group) * self._sizes.parameter)
         self._take_workspace(section)
 
     def first_gradient(self, group: int, layer: int) -> None:
@@ -105,7 +100,7 @@ class PeakmarkReplay(_Engine):
         self._take_gradient((name, layer if name == "layer" else 0))
 
     def _take_gradient(self, group: tuple[str, int]) -> None:
-        size_bytes = self._whole[group[0]] * self._sizes.gradient
+        size_bytes = self._whole.of(*group) * self._sizes.gradient
         self._memory.take(("gradient", group), size_bytes)
 
     def after(self, section: str, layer: int, gradients: Blocks) -> None:
@@ -123,14 +118,15 @@ class PeakmarkReplay(_Engine):
             self._memory.give(("whole", group))
 
     def _reduce(self, group: tuple[str, int]) -> None:
-        memory, size_bytes = self._memory, self._shard[group[0]] * self._sizes.gradient
+        memory, size_bytes = self._memory, self._shard.of(*group) * self._sizes.gradient
         kept = ("gradient shard", group)
         is_first = not memory.holds(kept)
         memory.take(kept if is_first else "reduced", size_bytes)
         memory.give(("gradient", group), "reduced")
 
     def _stepped(self, group: tuple[str, int]) -> int:
-        return (self._whole if self._stage == 0 else self._shard)[group[0]]
+        numel: int = (self._whole if self._stage == 0 else self._shard).of(*group)
+        return numel
 
     def optimizer_step(self) -> None:
         """Step group by group, with the gradient cast to fp32 beside a master copy."""
@@ -173,15 +169,21 @@ class Fsdp2Replay(_Engine):
         self._compute, self._stored, self._state = 2 if low else 4, sizes.parameter, sizes.state
         self._ranks, self._reshards = parallelism.world_size, parallelism.zero_stage == 3
         shapes = group_shapes(spec)
-        self._shapes = {"layer": shapes["layer"], "root": shapes["embedding"] + shapes["head"]}
+        self._layer_shapes, self._root_shapes = (
+            shapes["layers"],
+            shapes["embedding"] + shapes["head"],
+        )
         self._embedding_parameters = len(shapes["embedding"])
         self._root_gradients: Blocks = []
 
     def _units(self) -> list[tuple[str, int]]:
         return [*(("layer", index) for index in range(self._num_layers)), ("root", 0)]
 
+    def _shapes(self, unit: tuple[str, int]) -> Rows:
+        return self._root_shapes if unit[0] == "root" else self._layer_shapes[unit[1]]
+
     def _shards(self, unit: tuple[str, int]) -> list[int]:
-        return [-(-rows // self._ranks) * columns for rows, columns in self._shapes[unit[0]]]
+        return [-(-rows // self._ranks) * columns for rows, columns in self._shapes(unit)]
 
     def start(self) -> None:
         """Empty shards of all parameters, then each filled from a whole tensor."""
@@ -190,17 +192,17 @@ class Fsdp2Replay(_Engine):
         for unit, index in ordered:
             memory.take(("parameter", unit, index), self._shards(unit)[index] * self._stored)
         for unit, index in ordered:
-            rows, columns = self._shapes[unit[0]][index]
+            rows, columns = self._shapes(unit)[index]
             memory.take("whole", rows * columns * self._stored)
             memory.give("whole")
         self._take_tokens()
 
     def _in_model_order(self) -> list[tuple[tuple[str, int], int]]:
-        root = [(("root", 0), index) for index in range(len(self._shapes["root"]))]
+        root = [(("root", 0), index) for index in range(len(self._root_shapes))]
         layers = [
             (("layer", layer), index)
             for layer in range(self._num_layers)
-            for index in range(len(self._shapes["layer"]))
+            for index in range(len(self._layer_shapes[layer]))
         ]
         return [*root[: self._embedding_parameters], *layers, *root[self._embedding_parameters :]]
 
@@ -249,7 +251,7 @@ class Fsdp2Replay(_Engine):
             self._memory.give("cast")
 
     def _free_copy(self, unit: tuple[str, int]) -> None:
-        self._memory.give(*(("copy", unit, i) for i in range(len(self._shapes[unit[0]]))))
+        self._memory.give(*(("copy", unit, i) for i in range(len(self._shapes(unit)))))
 
     def first_gradient(self, group: int, layer: int) -> None:
         """Nothing: FSDP2 takes the gradients that autograd made."""

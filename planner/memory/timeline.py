@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from planner.memory.groups import Place, place_of
 from planner.memory.sections import COMPONENTS, FLAT_GROUPS
-from planner.memory.states import BACKWARD_POSITIONS, Parts
+from planner.memory.states import HeldGroup, Parts
 from planner.memory.templates import Moments, monomial_values
 from planner.model import ModelSpec
 
@@ -39,17 +40,16 @@ class EngineStates(Protocol):
     """What an engine holds in a step beside the model's own tensors; values may be arrays."""
 
     gradients: str
-    shard: dict[str, Any]
 
     def persistent(self) -> Parts: ...
 
-    def held_numels(self) -> dict[str, tuple[Any, Any]]: ...
+    def held_numels(self) -> list[HeldGroup]: ...
 
-    def at(self, position: str) -> Parts: ...
+    def at(self, place: Place) -> Parts: ...
 
-    def flat(self, position: str) -> tuple[Any, ...]: ...
+    def flat(self, place: Place) -> tuple[Any, ...]: ...
 
-    def at_section_end(self, position: str) -> Parts: ...
+    def at_section_end(self, place: Place) -> Parts: ...
 
     def optimizer_step(self) -> Parts: ...
 
@@ -93,6 +93,7 @@ class Timeline:
         sequence_length: Any,
     ) -> None:
         self._moments, self._states = moments, states
+        self._num_layers = spec.num_layers
         inner = spec.num_layers - 2
         values = monomial_values(spec, moments.monomials, micro_batch, sequence_length)
         forms = moments.constant + inner * moments.per_inner
@@ -128,15 +129,16 @@ class Timeline:
 
     def _engine_parts(self, position: str, row: int) -> Parts:
         states, moments = self._states, self._moments
-        parts = add_parts(self._persistent, states.at(position))
-        if position not in BACKWARD_POSITIONS:
+        place = place_of(position, self._num_layers)
+        parts = add_parts(self._persistent, states.at(place))
+        if not place.in_backward:
             return parts
         if moments.flat_key[row]:
-            sizes = zip(FLAT_GROUPS, states.flat(position), strict=True)
+            sizes = zip(FLAT_GROUPS, states.flat(place), strict=True)
             begun = sum(size for name, size in sizes if moments.has_begun(row, name))
             parts["gradients"] = parts["gradients"] + begun
         if moments.at_end[row]:
-            parts = add_parts(parts, states.at_section_end(position))
+            parts = add_parts(parts, states.at_section_end(place))
         return parts
 
     def _total(self, position: str, row: int) -> Any:

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.config_input import spec_from_config
 from planner.memory.fsdp2 import Fsdp2States, row_shards
-from planner.memory.states import PeakmarkStates, group_numels
+from planner.memory.groups import group_numels
+from planner.memory.states import PeakmarkStates
 from planner.model import ModelSpec
 from planner.presets import resolve_model
 from planner.workload import Optimizer, Precision
@@ -85,7 +86,8 @@ def test_fsdp2_keeps_16_bytes_per_parameter_over_the_ranks() -> None:
 def test_a_group_is_what_transformers_puts_into_it() -> None:
     numels = group_numels(resolve_model("meta-llama/Llama-3.1-8B"))
     layer = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336 + 2 * 4096
-    assert numels == {"embedding": 128256 * 4096, "layer": layer, "head": 128256 * 4096 + 4096}
+    assert (numels.embedding, numels.head) == (128256 * 4096, 128256 * 4096 + 4096)
+    assert numels.layers.by_kind() == [("layer", 32, layer)]
 
 
 def test_the_foreach_optimizer_of_one_group_makes_one_more_fp32_copy() -> None:
