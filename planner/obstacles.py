@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.errors import PlanError
 from planner.model import ModelSpec
+from planner.variants import check_variants
 from planner.workload import Attention, Engine, Parallelism, TrainingWorkload, flat_dict
 
 MAX_TRITON_HEAD_DIM = 256
@@ -85,14 +86,13 @@ _NOT_BUILT_FIELDS = frozenset(
         "expert_parallel",
     )
 )
-_NOT_BUILT_VALUES = frozenset(
-    ("adamw_8bit", "adafactor", "muon", "selective", "ddp", "zero_redundancy", "deepspeed")
-)
+_NOT_BUILT_VALUES = frozenset(("selective", "ddp", "zero_redundancy", "deepspeed"))
 
 
 def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where the model cannot be trained like this; the sentence says why."""
     check_parallelism(parallelism)
     _check_built(workload, parallelism)
+    check_variants(workload, parallelism)
     check_length(model, "workload.sequence_length", workload.sequence_length)
     _check_attention(model, workload)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from planner.memory.groups import PerLayer, Place, Rows, group_shapes
+from planner.memory.optimizers import Stepped, optimizer_states, temporaries_peak_bytes
 from planner.memory.states import (
     HeldGroup,
     Parts,
     Precisions,
     first_finished,
-    optimizer_temporaries,
-    state_count,
     tied_shares,
 )
 from planner.model import ModelSpec
@@ -75,7 +73,7 @@ class Fsdp2States:
         sizes = Precisions.of(precision, Engine.FSDP2)
         low = precision in (Precision.MIXED, Precision.BF16)
         self._compute = _BF16_BYTES if low else _FP32_BYTES
-        self._stored, self._state = sizes.parameter, sizes.state * state_count(optimizer)
+        self._stored, self._state_bytes = sizes.parameter, sizes.state
         self._layers = spec.num_layers
         self._reshards, self._accumulates = stage == 3, accumulates
         shapes = group_shapes(spec)
@@ -88,20 +86,31 @@ class Fsdp2States:
         # A gather buffer holds every rank's rows; with one rank it is skipped.
         is_alone = np.equal(world_size, 1)
         self._gather = self._padded.map(lambda size: np.where(is_alone, 0, size))
-        self._temporaries = optimizer_temporaries(optimizer)
-        rows = {row for unit in (root, *shapes["layers"]) for row in unit}
-        self._largest = reduce(np.maximum, [row_shards([row], world_size) for row in rows])
-        self._state_bytes = sizes.state
+        self._optimizer = optimizer
+        # Every kind of layer twice: what one parameter's step leaves meets the next one's.
+        kinds = [rows for rows in dict.fromkeys(shapes["layers"]) for _ in range(2)]
+        ordered = [*shapes["embedding"], *(row for rows in kinds for row in rows), *shapes["head"]]
+        self._tensors = [self._stepped(row_shards([row], world_size)) for row in ordered]
 
     def persistent(self) -> Parts:
         """Sharded parameters and optimizer states, in bytes."""
         shards = self.shard.total()
-        return {"parameters": shards * self._stored, "optimizer": shards * self._state}
+        states = optimizer_states(self._optimizer, [self._stepped(shards)])
+        state_bytes = sum(state.size_bytes for state in states)
+        return {"parameters": shards * self._stored, "optimizer": state_bytes}
+
+    def _stepped(self, numel: Any) -> Stepped:
+        return Stepped((numel,), self._state_bytes)
 
     def held_numels(self) -> list[HeldGroup]:
         """Per kind of unit, elements of the sharded parameters and of what the optimizer steps."""
         units = [*self.shard.layers.by_kind(), ("root", 1, self.shard.root)]
-        return [HeldGroup(name, count, shard, shard) for name, count, shard in units]
+        return [
+            HeldGroup(
+                name, count, shard, shard, optimizer_states(self._optimizer, [self._stepped(shard)])
+            )
+            for name, count, shard in units
+        ]
 
     def at(self, place: Place) -> Parts:
         """Gathered units, gradients and the last reduce-scatter's input, in bytes."""
@@ -178,9 +187,9 @@ class Fsdp2States:
     def optimizer_step(self) -> Parts:
         """Sharded gradients and the optimizer's temporaries over all parameters, in bytes."""
         shards = self.shard.total()
-        foreach = self._temporaries == 1
-        stepped = shards if foreach else self._largest
+        foreach = self._optimizer is Optimizer.ADAMW_FOREACH
+        tensors = [self._stepped(shards)] if foreach else self._tensors
         return {
             "gradients": shards * self._stored,
-            "temporary": self._temporaries * stepped * self._state_bytes,
+            "temporary": temporaries_peak_bytes(self._optimizer, tensors),
         }

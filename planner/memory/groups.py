@@ -101,7 +101,7 @@ class PerLayer:
     sizes: tuple[Any, ...]
 
     @classmethod
-    def of(cls, layers: Sequence[Rows], size: Callable[[Rows], Any]) -> PerLayer:
+    def of(cls, layers: Sequence[Any], size: Callable[[Any], Any]) -> PerLayer:
         """Evaluate `size` for each distinct layer of `layers`."""
         distinct = list(dict.fromkeys(layers))
         number = {rows: index for index, rows in enumerate(distinct)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planner.memory.groups import FORWARD_SECTIONS, Place, group_numels, place_of
-from planner.memory.states import Precisions, first_finished, state_count
+from planner.memory.optimizers import state_words
+from planner.memory.states import Precisions, first_finished
 from planner.memory.templates import (
     SavedTensor,
     load_saved,
@@ -19,7 +20,7 @@ from planner.model import ModelSpec
 from planner.units import format_bytes
 from planner.workload import Engine, Parallelism, TrainingWorkload
 
-_DTYPES = {2: "bfloat16", 4: "float32"}
+_DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32"}
 _ALL_PHASES = (
     "forward",
     "loss_forward",
@@ -77,6 +78,7 @@ def entries(
     states: EngineStates,
     peak: Moment,
     key: str,
+    others: Sequence[Entry] = (),
 ) -> tuple[Entry, ...]:
     """The ledger at the peak; its bytes sum to the peak's, part by part.
 
@@ -86,6 +88,7 @@ def entries(
     rows = [
         *_state_entries(spec, workload, parallelism, states),
         *_saved_entries(spec, workload, peak.position, key),
+        *others,
     ]
     return (*rows, *_rest(rows, peak))
 
@@ -94,15 +97,14 @@ def _state_entries(
     spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
 ) -> Iterator[Entry]:
     sizes = Precisions.of(workload.precision, parallelism.engine)
-    for group, count, kept, stepped in states.held_numels():
+    for group, count, kept, stepped, optimizer_states in states.held_numels():
         yield _state_entry(f"{group} parameters", kept, sizes.parameter, count, "parameters")
         if sizes.master:
             yield _state_entry(f"{group} master weights", stepped, sizes.master, count, "optimizer")
-        for index in range(state_count(workload.optimizer)):
-            name = f"{group} {('exp_avg', 'exp_avg_sq')[index]}"
-            if state_count(workload.optimizer) == 1:
-                name = f"{group} momentum_buffer"
-            yield _state_entry(name, stepped, sizes.state, count, "optimizer")
+        for state in optimizer_states:
+            if state.numel:
+                name = f"{group} {state.name}"
+                yield _state_entry(name, state.numel, state.itemsize, count, "optimizer")
 
 
 def _state_entry(name: str, numel: int, itemsize: int, count: int, component: str) -> Entry:
@@ -132,6 +134,21 @@ def _saved_entries(
         if count > 0:
             one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
             yield _saved_entry(tensor, count, round(one_bytes * count))
+
+
+def kept_parts(spec: ModelSpec, key: str, micro_batch: Any, sequence_length: Any) -> Parts:
+    """Bytes that a forward up to the head leaves for its backward; values may be arrays."""
+    saved = load_saved(spec.family, key)
+    monomials = tuple({tensor.monomial for tensor in saved})
+    numels = monomial_values(spec, monomials, micro_batch, sequence_length)
+    value = dict(zip(monomials, numels, strict=True))
+    parts: Parts = {}
+    for tensor in saved:
+        count = _alive(tensor.section, Place("head"), spec.num_layers)
+        size_bytes = value[tensor.monomial] * (tensor.coefficient_bytes * count)
+        component = _saved_component(tensor)
+        parts[component] = parts.get(component, 0) + size_bytes
+    return parts
 
 
 def _saved_entry(tensor: SavedTensor, count: int, size_bytes: int) -> Entry:
@@ -214,13 +231,13 @@ def formulas(
     sizes = Precisions.of(workload.precision, parallelism.engine)
     stage, ranks = parallelism.zero_stage, parallelism.world_size
     total = f"{sum_parameters(spec):,} parameters"
-    states = sizes.master + sizes.state * state_count(workload.optimizer)
+    states = state_words(workload.optimizer, sizes.state, sizes.master)
     shards_parameters = stage == 3 or parallelism.engine is Engine.FSDP2
     tokens = f"{workload.micro_batch} x {workload.sequence_length:,} tokens"
     layers = f"{spec.num_layers} layers"
     return {
         "parameters": f"{total} x {sizes.parameter} B" + _over(ranks, shards_parameters),
-        "optimizer": f"{total} x {states} B" + _over(ranks, stage >= 1),
+        "optimizer": f"{total} x {states}" + _over(ranks, stage >= 1),
         "gradients": f"{total} x {sizes.gradient} B, what is alive in {_words(peak.position)}"
         + _over(ranks, stage >= 2, " once reduced"),
         "gathered": f"whole parameters of the units in use in {_words(peak.position)}",

@@ -8,13 +8,22 @@ from typing import Any
 
 from planner.hardware import Gpu
 from planner.memory.groups import Rows, group_numels, group_shapes
+from planner.memory.optimizers import (
+    Stepped,
+    keeps_step_on_device,
+    optimizer_calls,
+    shared_states,
+    step_temporaries,
+    stepped_groups,
+    tensor_states,
+)
 from planner.memory.overheads import workspace_bytes
 from planner.memory.replay import Blocks, EngineReplay, Memory, ModelReplay, Replayed, replay
 from planner.memory.sections import FLAT_GROUPS
-from planner.memory.states import Precisions, optimizer_temporaries, state_count
+from planner.memory.states import Precisions
 from planner.memory.templates import load_steps
 from planner.model import ModelSpec
-from planner.workload import Engine, Optimizer, Parallelism, Precision, TrainingWorkload
+from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
 
 _TOKEN_BYTES, _SCALAR_BYTES, _FP32_BYTES = 8, 4, 4
 _GATHER_STREAM, _REDUCE_STREAM = 1, 2
@@ -29,9 +38,6 @@ class _Engine:
         self._memory, self._workload = memory, workload
         self._num_layers, self._tied = spec.num_layers, spec.tie_word_embeddings
         self._workspace_bytes = workspaces_bytes // 2
-        self._states = state_count(workload.optimizer)
-        self._temporaries = optimizer_temporaries(workload.optimizer)
-        self._fused = workload.optimizer is Optimizer.ADAMW_FUSED
 
     def _take_tokens(self) -> None:
         tokens = self._workload.micro_batch * self._workload.sequence_length
@@ -42,17 +48,30 @@ class _Engine:
         if section in ("first_layer", "loss_backward"):
             self._memory.take(("workspace", section), self._workspace_bytes)
 
-    def _take_states(self, key: Any, state_bytes: int) -> None:
-        if self._fused:
-            self._memory.take(("step", key), _SCALAR_BYTES)
-        for index in range(self._states):
-            self._memory.take(("state", key, index), state_bytes)
+    def _step_tensors(self, key: Any, tensors: Sequence[Stepped]) -> None:
+        """Step the optimizers of `tensors`; states appear the first time."""
+        for number, called in enumerate(optimizer_calls(self._workload.optimizer, tensors)):
+            for index, tensor in enumerate(called):
+                self._take_states((key, number, index), tensor)
+            for state in shared_states(self._workload.optimizer):
+                self._memory.take(("state", key, state.name), state.size_bytes)
+            self._bind_temporaries(called)
 
-    def _touch_temporaries(self, size_bytes: int) -> None:
-        keys = [("temporary", index) for index in range(self._temporaries)]
-        for key in keys:
-            self._memory.take(key, size_bytes)
-        self._memory.give(*keys)
+    def _take_states(self, key: Any, tensor: Stepped) -> None:
+        optimizer = self._workload.optimizer
+        if keeps_step_on_device(optimizer, tensor):
+            self._memory.take(("step", key), _SCALAR_BYTES)
+        for state in tensor_states(optimizer, tensor):
+            self._memory.take(("state", key, state.name), state.size_bytes)
+
+    def _bind_temporaries(self, tensors: Sequence[Stepped]) -> None:
+        bound: dict[Any, Any] = {}
+        for number, (name, size_bytes) in enumerate(
+            step_temporaries(self._workload.optimizer, tensors)
+        ):
+            self._memory.take(("temporary", number), size_bytes)
+            self._memory.give(bound.get(name))
+            bound[name] = ("temporary", number)
 
 
 class PeakmarkReplay(_Engine):
@@ -74,6 +93,8 @@ class PeakmarkReplay(_Engine):
         self._whole = self._shard.map(lambda shard: shard * ranks)
         layers = [("layer", index) for index in range(spec.num_layers)]
         self._groups = [("embedding", 0), *layers, ("head", 0)]
+        stepped = self._whole if self._stage == 0 else self._shard
+        self._tensors = stepped_groups(spec, workload.optimizer, stepped, self._sizes.state)
 
     def start(self) -> None:
         """Flat parameters group by group, then the master copies."""
@@ -134,8 +155,7 @@ class PeakmarkReplay(_Engine):
             numel = self._stepped(group)
             if self._sizes.master:
                 self._memory.take("cast", numel * _FP32_BYTES)
-            self._take_states(group, numel * self._sizes.state)
-            self._touch_temporaries(numel * self._sizes.state)
+            self._step_tensors(group, self._tensors.of(*group))
             self._memory.give("cast")
         for group in self._groups:
             self._memory.give(("gradient", group), ("gradient shard", group))
@@ -284,17 +304,8 @@ class Fsdp2Replay(_Engine):
 
     def optimizer_step(self) -> None:
         """Step all parameters at once (foreach, fused) or one by one, then free the gradients."""
-        sizes = [self._shards(unit)[index] * self._state for unit, index in self._in_model_order()]
-        for number, size_bytes in enumerate(sizes):
-            self._take_states(number, size_bytes)
-        if self._workload.optimizer is Optimizer.ADAMW_FOREACH:
-            roots = [("root", number) for number in range(len(sizes))]
-            for root, size_bytes in zip(roots, sizes, strict=True):
-                self._memory.take(root, size_bytes)
-            self._memory.give(*roots)
-        else:
-            for size_bytes in sizes:
-                self._touch_temporaries(size_bytes)
+        numels = [self._shards(unit)[index] for unit, index in self._in_model_order()]
+        self._step_tensors("all", [Stepped((numel,), self._state) for numel in numels])
         self._memory.give(*(("gradient", unit) for unit in self._units()))
 
 

@@ -9,14 +9,23 @@ torch.distributed.fsdp.fully_shard: parameters padded one by one on their first 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from planner.memory.groups import Place, group_numels, group_shapes
+from planner.memory.optimizers import (
+    State,
+    optimizer_states,
+    stepped_groups,
+    temporaries_peak_bytes,
+)
 from planner.memory.sections import FLAT_GROUPS
 from planner.model import ModelSpec
+from planner.rank import with_all_experts
 from planner.workload import Engine, Optimizer, Precision
 
-ADAMW_STATES, SGD_STATES = 2, 1
 FP32_BYTES = 4
 Parts = dict[str, Any]
 _HEAD_IS_GATHERED = ("head", "loss", "loss_backward")
@@ -29,6 +38,7 @@ class HeldGroup(NamedTuple):
     number: int
     kept: Any
     stepped: Any
+    states: tuple[State, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +62,6 @@ class Precisions:
 
 def _ceil_div(numerator: Any, denominator: Any) -> Any:
     return -(-numerator // denominator)
-
-
-def state_count(optimizer: Optimizer) -> int:
-    """State tensors per parameter: two moments for AdamW, one momentum for SGD."""
-    return SGD_STATES if optimizer is Optimizer.SGD else ADAMW_STATES
-
-
-def optimizer_temporaries(optimizer: Optimizer) -> int:
-    """Parameter-sized tensors alive at once inside one optimizer call, beyond its states.
-
-    torch/optim/adamw.py, 2.11: foreach keeps the square roots of all second moments; the loop also
-    the quotient it divides them into; fused none. SGD with momentum works in place.
-    """
-    return {Optimizer.ADAMW_FOREACH: 1, Optimizer.ADAMW_LOOP: 2}.get(optimizer, 0)
 
 
 def tied_shares(place: Place) -> int:
@@ -100,29 +96,33 @@ class PeakmarkStates:
         self._layers = spec.num_layers
         self._embeds_once = len(group_shapes(spec)["embedding"]) == 1
         self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
-        self.shard = group_numels(spec).map(lambda numel: _ceil_div(numel, world_size))
-        self.padded = self.shard.map(lambda shard: shard * world_size)
-        self._states, self._temporaries = state_count(optimizer), optimizer_temporaries(optimizer)
+        # Experts that several ranks split have fewer ranks to be sharded over.
+        numels, spread = group_numels(spec), group_numels(with_all_experts(spec))
+        self.shard = spread.map(lambda numel: _ceil_div(numel, world_size))
+        self.padded = numels.map(lambda numel: _ceil_div(numel, world_size) * world_size)
+        self._optimizer = optimizer
         self._parameters = self.shard if stage == 3 else self.padded
         self._gradient_numels = self.shard if stage >= 2 else self.padded
         self._stepped = self.padded if stage == 0 else self.shard
+        self._tensors = stepped_groups(spec, optimizer, self._stepped, self._bytes.state)
+        self._states = self._tensors.map(lambda tensors: optimizer_states(optimizer, tensors))
 
     def persistent(self) -> Parts:
         """Parameters and optimizer states, in bytes."""
-        per_element = self._bytes.master + self._bytes.state * self._states
+        state_bytes = self._states.map(lambda states: sum(s.size_bytes for s in states))
         return {
             "parameters": self._parameters.total() * self._bytes.parameter,
-            "optimizer": self._stepped.total() * per_element,
+            "optimizer": self._stepped.total() * self._bytes.master + state_bytes.total(),
         }
 
     def held_numels(self) -> list[HeldGroup]:
         """Per kind of group, the parameters kept and what the optimizer steps."""
-        kept, stepped = self._parameters, self._stepped
-        layers = zip(kept.layers.by_kind(), stepped.layers.sizes, strict=True)
+        kept, stepped, states = self._parameters, self._stepped, self._states
+        layers = zip(kept.layers.by_kind(), stepped.layers.sizes, states.layers.sizes, strict=True)
         return [
-            HeldGroup("embedding", 1, kept.embedding, stepped.embedding),
-            *(HeldGroup(name, count, size, other) for (name, count, size), other in layers),
-            HeldGroup("head", 1, kept.head, stepped.head),
+            HeldGroup("embedding", 1, kept.embedding, stepped.embedding, states.embedding),
+            *(HeldGroup(name, count, size, *more) for (name, count, size), *more in layers),
+            HeldGroup("head", 1, kept.head, stepped.head, states.head),
         ]
 
     def at(self, place: Place) -> Parts:
@@ -180,8 +180,17 @@ class PeakmarkStates:
     def optimizer_step(self) -> Parts:
         """Gradients and temporaries while the largest group's optimizer steps, in bytes."""
         cast_bytes = FP32_BYTES if self._bytes.master else 0
-        per_element = cast_bytes + self._temporaries * self._bytes.state
+        numels, tensors = self._stepped, self._tensors
+        groups = [
+            (numels.embedding, tensors.embedding),
+            *zip(numels.layers.sizes, tensors.layers.sizes, strict=True),
+            (numels.head, tensors.head),
+        ]
+        temporary = (
+            numel * cast_bytes + temporaries_peak_bytes(self._optimizer, group)
+            for numel, group in groups
+        )
         return {
             "gradients": self._gradient_numels.total() * self._bytes.gradient,
-            "temporary": self._stepped.largest() * per_element,
+            "temporary": reduce(np.maximum, temporary),
         }

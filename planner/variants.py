@@ -1,0 +1,32 @@
+"""Training variants that cannot be combined with an engine or a model, each with its sentence."""
+
+from __future__ import annotations
+
+from planner.errors import PlanError
+from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
+
+_WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
+
+
+def check_variants(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Raise PlanError where a variant does not work under the engine; the sentence says why."""
+    _check_optimizer(workload.optimizer, parallelism)
+
+
+def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
+    engine, stage = parallelism.engine, parallelism.zero_stage
+    if optimizer is Optimizer.ADAMW_8BIT and engine is not Engine.PEAKMARK:
+        raise _refused(optimizer, f"bitsandbytes cannot step the tensors of {engine}")
+    if optimizer in _WHOLE_MATRIX and engine is not Engine.PEAKMARK:
+        raise _refused(optimizer, f"it needs whole matrices and does not run under {engine}")
+    if optimizer in _WHOLE_MATRIX and stage > 0:
+        sentence = (
+            f"parallelism.zero_stage is {stage}: {optimizer} reads rows and columns of whole "
+            "matrices, which stages 1 to 3 cut; use stage 0."
+        )
+        raise PlanError("parallelism.zero_stage", stage, "0", sentence=sentence)
+
+
+def _refused(optimizer: Optimizer, reason: str) -> PlanError:
+    sentence = f"workload.optimizer is '{optimizer}': {reason}; use engine peakmark."
+    return PlanError("workload.optimizer", str(optimizer), "engine peakmark", sentence=sentence)
