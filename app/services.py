@@ -11,6 +11,8 @@ from typing import Any
 
 import streamlit as st
 
+from app.engine_stages import possible_stages
+from app.plan_words import checkpointing_words, split_words, variant_words
 from app.proof import job_spec
 from db import repository
 from db.database import Database, resolve_url
@@ -158,7 +160,7 @@ def stage_grid(plan: Plan) -> list[dict[str, Any]]:
 @st.cache_data(max_entries=100, show_spinner=False)
 def _stage_grid(digest: str, _plan_text: str) -> list[dict[str, Any]]:
     plan = parse_plan(json.loads(_plan_text))
-    stages = (2, 3) if plan.parallelism.engine == "fsdp2" else (0, 1, 2, 3)
+    stages = possible_stages(plan.parallelism.engine)
     worlds = sorted({*GRID_WORLDS, plan.parallelism.world_size})
     return list(grid(plan, zero_stages=stages, world_sizes=worlds).records())
 
@@ -347,11 +349,15 @@ def plan_line(plan: Mapping[str, Any]) -> str:
     workload, parallelism = plan["workload"], plan["parallelism"]
     if plan["job"] == "serve":
         return f"serve {workload['sequences']} × {workload['context_length']}"
-    return (
-        f"{parallelism['engine']} ZeRO-{parallelism['zero_stage']} × {parallelism['world_size']}, "
-        f"{workload['micro_batch']} × {workload['sequence_length']}, {workload['attention']}, "
-        f"checkpointing {workload['checkpointing']}"
-    )
+    words = [
+        f"{parallelism['engine']} ZeRO-{parallelism['zero_stage']} × {parallelism['world_size']}"
+        + split_words(parallelism),
+        f"{workload['micro_batch']} × {workload['sequence_length']}",
+        workload["attention"],
+        f"checkpointing {checkpointing_words(workload)}",
+        *variant_words(workload),
+    ]
+    return ", ".join(words)
 
 
 def run_detail(run_id: str) -> dict[str, Any] | None:

@@ -25,9 +25,23 @@ DEFAULTS: Mapping[str, Any] = {
     "precision": "mixed",
     "attention": "sdpa",
     "checkpointing": "none",
+    "checkpoint_every": 1,
+    "loss": "hf",
+    "sync_each_micro_batch": True,
+    "lora_rank": 0,
+    "lora_targets": "all_linear",
+    "base_dtype": "as_precision",
+    "frozen_layers": 0,
+    "packed": False,
+    "expandable_segments": False,
     "engine": "peakmark",
     "zero": 3,
     "gpus": 8,
+    "tensor_parallel": 1,
+    "sequence_parallel": False,
+    "pipeline_parallel": 1,
+    "context_parallel": 1,
+    "expert_parallel": 1,
     "context": 8192,
     "sequences": 8,
     "weights_dtype": "bf16",
@@ -40,6 +54,25 @@ DEFAULTS: Mapping[str, Any] = {
     "gpu_link_gb_s": 450.0,
     "unit": "GiB",
 }
+# What few plans need: folded away on the page, left out of the command where it is the default.
+RARE_TRAINING = (
+    "checkpoint_every",
+    "loss",
+    "sync_each_micro_batch",
+    "lora_rank",
+    "lora_targets",
+    "base_dtype",
+    "frozen_layers",
+    "packed",
+    "expandable_segments",
+)
+MODEL_PARALLEL = (
+    "tensor_parallel",
+    "sequence_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+)
 # Dimensions of the model that can be edited, by their names in config.json.
 DIMENSIONS: Mapping[str, str] = {
     "num_hidden_layers": "Layers",
@@ -79,9 +112,16 @@ def _value(key: str, default: Any, state: Mapping[str, Any], query: Mapping[str,
         return default
     kind = int if key in DIMENSIONS else type(default)
     try:
-        return kind(query[key])
+        return read_flag(query[key]) if kind is bool else kind(query[key])
     except (ValueError, OverflowError):
         return default
+
+
+def read_flag(text: str) -> bool:
+    """Return what a switch is in the URL, "true" or "false"; raises ValueError for the rest."""
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 def plan_mapping(
@@ -100,6 +140,7 @@ def plan_mapping(
             "engine": values["engine"],
             "zero_stage": values["zero"],
             "world_size": values["gpus"],
+            **({} if values["job"] == "serve" else {key: values[key] for key in MODEL_PARALLEL}),
         },
         "hardware": dict(hardware),
     }
@@ -111,6 +152,7 @@ def _training(values: Mapping[str, Any]) -> dict[str, Any]:
         "sequence_length": values["seq"],
         **{key: values[key] for key in same},
         "checkpointing": values["checkpointing"],
+        **{key: values[key] for key in RARE_TRAINING},
     }
 
 
@@ -152,6 +194,9 @@ def values_of_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
         "zero": parallelism["zero_stage"],
         "gpus": parallelism["world_size"],
     }
+    # A plan does not write these where they are at their default.
+    rare = {**workload, **parallelism}
+    values |= {key: rare.get(key, DEFAULTS[key]) for key in (*RARE_TRAINING, *MODEL_PARALLEL)}
     return values | _model_values(plan["model"]) | _hardware_values(plan["hardware"])
 
 
@@ -191,7 +236,9 @@ def query_of_values(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the URL parameters of widget values; defaults are left out."""
     known = {**DEFAULTS, **dict.fromkeys(DIMENSIONS), TIE_KEY: TIE_CHOICES[0]}
     return {
-        key: str(value) for key, value in values.items() if key in known and value != known[key]
+        key: str(value).lower() if isinstance(value, bool) else str(value)
+        for key, value in values.items()
+        if key in known and value != known[key]
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.commands.output import InputError
-from app.state import DEFAULTS
+from app.state import CUSTOM_GPU, DEFAULTS
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -21,7 +21,7 @@ def _option(text: str, kind: type = str, default: str | None = None) -> Any:
     return Annotated[kind | None, typer.Option(help=text, show_default=shown)]
 
 
-def _options(rows: Mapping[str, tuple[str, type]]) -> Mapping[str, Any]:
+def _options(rows: Mapping[str, tuple[str, type]]) -> dict[str, Any]:
     """Return options whose help names the default of the Plan page."""
     return {
         name: _option(text, kind, str(DEFAULTS[name]) if name in DEFAULTS else None)
@@ -29,23 +29,51 @@ def _options(rows: Mapping[str, tuple[str, type]]) -> Mapping[str, Any]:
     }
 
 
+CUSTOM_GPU_OPTIONS: Mapping[str, Any] = {
+    "gpu_gib": _option("Custom GPU: memory that CUDA shows, in GiB.", float),
+    "gpu_tb_s": _option("Custom GPU: memory bandwidth in TB/s.", float),
+    "gpu_tflop_s": _option("Custom GPU: dense bf16 rate in TFLOP/s.", float),
+    "gpu_link_gb_s": _option("Custom GPU: link to the other GPUs, GB/s each way.", float),
+}
 # By the name that app.state gives the same choice in the URL.
 TARGET_OPTIONS: Mapping[str, Any] = _options(
     {
         "model": ("Model: hub id or short name, such as llama-3.1-8b.", str),
         "config": ("A Hugging Face config.json, instead of --model.", Path),
-        "gpu": ("GPU: preset id or short name, such as h200, or 'attached'.", str),
-        "engine": ("ZeRO engine: peakmark or fsdp2.", str),
+        "gpu": (
+            "GPU: preset id or short name, such as h200; 'attached'; 'custom', which takes "
+            "--gpu-gib, --gpu-tb-s, --gpu-tflop-s and --gpu-link-gb-s; or a JSON file of a "
+            "plan's custom GPU.",
+            str,
+        ),
+        "engine": ("peakmark, fsdp2, ddp, zero_redundancy or deepspeed.", str),
         "grad_accumulation": ("Micro-batches per optimizer step.", int),
-        "optimizer": ("adamw_fused, adamw_foreach, adamw_loop or sgd.", str),
+        "optimizer": (
+            "adamw_fused, adamw_foreach, adamw_loop, adamw_8bit, sgd, adafactor or muon.",
+            str,
+        ),
         "precision": ("mixed, bf16, fp32 or autocast.", str),
         "attention": ("eager, sdpa or triton.", str),
-        "checkpointing": ("none or full.", str),
+        "checkpointing": ("none, full or selective.", str),
+        "checkpoint_every": ("Checkpoint layers 0, k, 2k, ... only.", int),
+        "loss": ("hf, chunked or fused_linear.", str),
+        "sync_each_micro_batch": ("Reduce gradients after every micro-batch.", bool),
+        "lora_rank": ("Rank of LoRA adapters on frozen weights; 0: none.", int),
+        "lora_targets": ("What carries adapters: qv or all_linear.", str),
+        "base_dtype": ("Frozen weights below adapters: as_precision or nf4.", str),
+        "frozen_layers": ("Freeze the embedding and the first k layers.", int),
+        "packed": ("Two documents per row, each blind to the other.", bool),
+        "expandable_segments": ("The allocator's expandable segments.", bool),
+        "tensor_parallel": ("GPUs that split every layer's matrices.", int),
+        "sequence_parallel": ("Tensor-parallel GPUs split the sequence too.", bool),
+        "pipeline_parallel": ("Stages that split the layers.", int),
+        "context_parallel": ("GPUs that split each sequence.", int),
+        "expert_parallel": ("Data-parallel ranks that split the experts.", int),
     }
-)
+) | dict(CUSTOM_GPU_OPTIONS)
 SIZE_OPTIONS: Mapping[str, Any] = _options(
     {
-        "gpus": ("World size: number of GPUs.", int),
+        "gpus": ("Data-parallel ranks: GPUs, if each copy of the model is on one.", int),
         "zero": ("ZeRO stage, 0 to 3.", int),
         "micro_batch": ("Sequences per GPU and micro-batch.", int),
         "seq": ("Tokens per sequence.", int),
@@ -59,11 +87,16 @@ SERVE_OPTIONS: Mapping[str, Any] = {
             "sequences": ("Serving: sequences at once.", int),
             "weights_dtype": ("Serving: bf16, fp16, fp32, fp8, int8 or int4.", str),
             "kv_dtype": ("Serving: bf16, fp16, fp32, fp8 or int8.", str),
+            "utilization": ("Serving: share of the GPU that it may take, 0.01 to 1.", float),
         }
     ),
 }
 # World size is also the number of replicas when serving.
-TRAINING_ONLY = (set(TARGET_OPTIONS) | set(SIZE_OPTIONS)) - {"model", "config", "gpu", "gpus"}
+CUSTOM_NUMBERS = tuple(CUSTOM_GPU_OPTIONS)
+TRAINING_ONLY = (set(TARGET_OPTIONS) | set(SIZE_OPTIONS)) - {
+    *("model", "config", "gpu", "gpus"),
+    *CUSTOM_NUMBERS,
+}
 
 
 def with_options(*groups: Mapping[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -111,7 +144,7 @@ def plan_from(chosen: Mapping[str, Any]) -> Plan:
     given = {name: value for name, value in chosen.items() if value is not None}
     _refuse_contradictions(given)
     values = {**DEFAULTS, **given, "job": "serve" if given.get("serve") else "train"}
-    return parse_plan(plan_mapping(values, model_part(values), hardware_part(values["gpu"])))
+    return parse_plan(plan_mapping(values, model_part(values), hardware_part(given)))
 
 
 def _config_name(path: Path) -> str:
@@ -165,10 +198,45 @@ def is_preset(name: str) -> bool:
     return True
 
 
-def hardware_part(name: str) -> dict[str, Any]:
-    """Return a plan's hardware: a preset, or the first attached GPU for 'attached'."""
-    if name != "attached":
-        return {"preset": name}
+def hardware_part(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's hardware: a preset, custom numbers, a file's, or the first attached GPU."""
+    numbers = [name for name in CUSTOM_NUMBERS if name in given]
+    name = str(given.get("gpu", CUSTOM_GPU if numbers else DEFAULTS["gpu"]))
+    if name == CUSTOM_GPU:
+        return _custom_part(given)
+    if numbers:
+        option = f"--{numbers[0].replace('_', '-')}"
+        sentence = f"{option} describes a custom GPU: give it without --gpu, or with --gpu custom."
+        raise InputError(numbers[0], given[numbers[0]], "with --gpu custom", sentence)
+    if name.endswith(".json"):
+        return _gpu_of_file(Path(name))
+    return _attached_part() if name == "attached" else {"preset": name}
+
+
+def _custom_part(given: Mapping[str, Any]) -> dict[str, Any]:
+    from app.state import custom_hardware
+
+    for name in CUSTOM_NUMBERS[:-1]:
+        if name not in given:
+            option = f"--{name.replace('_', '-')}"
+            sentence = f"{option} is missing: a custom GPU needs memory, bandwidth and bf16 rate."
+            raise InputError(name, None, "a number", sentence)
+    return custom_hardware({**dict.fromkeys(CUSTOM_NUMBERS), **given})
+
+
+def _gpu_of_file(path: Path) -> dict[str, Any]:
+    """Read {"custom": {...}} as a plan's JSON has it, or the numbers alone."""
+    import json
+
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        sentence = f"--gpu {path} cannot be read as JSON: {type(error).__name__}."
+        raise InputError("gpu", str(path), "a JSON file of a GPU", sentence) from None
+    return found if isinstance(found, dict) and "custom" in found else {"custom": found}
+
+
+def _attached_part() -> dict[str, Any]:
     from planner.attached import attached_gpus
 
     attached = attached_gpus()
@@ -176,9 +244,9 @@ def hardware_part(name: str) -> dict[str, Any]:
         sentence = (
             f"No GPU is attached: name a preset, such as h200. {attached.reason or ''}".strip()
         )
-        raise InputError("gpu", name, "a GPU preset", sentence)
+        raise InputError("gpu", "attached", "a GPU preset", sentence)
     gpu = attached.gpus[0].to_gpu()
     if gpu is None:
         sentence = f"The attached {attached.gpus[0].name} is no known preset: name a similar one."
-        raise InputError("gpu", name, "a GPU preset", sentence)
+        raise InputError("gpu", "attached", "a GPU preset", sentence)
     return gpu.to_dict()

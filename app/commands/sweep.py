@@ -42,13 +42,14 @@ WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 @with_options(TARGET_OPTIONS, LIST_OPTIONS)
 def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     """Show which of many training plans fit: every combination of the lists given."""
+    from app.engine_stages import possible_stages
     from planner.search import grid
     from planner.workload import TrainingWorkload
 
     axes = {name: read_list(name, chosen[name]) for name in LIST_OPTIONS}
     plan = plan_from({name: chosen[name] for name in TARGET_OPTIONS} | first_of_each(axes))
     assert isinstance(plan.workload, TrainingWorkload)
-    stages = axes["zero"] or ((2, 3) if plan.parallelism.engine == "fsdp2" else (0, 1, 2, 3))
+    stages = axes["zero"] or possible_stages(plan.parallelism.engine)
     lists = {
         "zero_stages": stages,
         "world_sizes": axes["gpus"] or WORLD_SIZES,

@@ -8,6 +8,7 @@ from typing import Any, cast
 import streamlit as st
 
 from app import state
+from app.plan_words import checkpointing_words, split_words, variant_words
 
 # These pages begin with a headline of their own.
 UNTITLED_PAGES = ("Plan", "Run")
@@ -47,7 +48,8 @@ def _workload(values: Mapping[str, Any]) -> list[str]:
     return [
         f"train {shape}",
         f"{values['precision']}, {values['attention']}",
-        f"{values['engine']} ZeRO-{values['zero']} × {values['gpus']}",
+        f"{values['engine']} ZeRO-{values['zero']} × {values['gpus']}{split_words(values)}",
+        *variant_words(values),
     ]
 
 
@@ -60,13 +62,13 @@ def plan_line(plan: Mapping[str, Any]) -> str:
                 {
                     "job": plan["job"],
                     **plan["workload"],
+                    **plan["parallelism"],
                     "seq": plan["workload"]["sequence_length"],
-                    "engine": plan["parallelism"]["engine"],
                     "zero": plan["parallelism"]["zero_stage"],
                     "gpus": plan["parallelism"]["world_size"],
                 }
             ),
-            f"checkpointing {plan['workload']['checkpointing']}",
+            f"checkpointing {checkpointing_words(plan['workload'])}",
             str(hardware.get("preset") or hardware["custom"]["name"]),
         ]
     )

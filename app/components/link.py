@@ -47,6 +47,8 @@ def _same(text: str, value: Any) -> bool:
         return not text
     if isinstance(value, str):
         return text == value
+    if isinstance(value, bool):
+        return text.lower() == str(value).lower()
     try:
         return float(text) == float(value)
     except ValueError:

@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from app import services, state
-from app.cli_line import cli_line, is_plain_preset, limits
+from app.cli_line import cli_line, is_plain_preset
 from app.components.answer import show_ledger, show_serving_answer, show_training_answer
 from app.components.figure import show_table
 from app.components.hardware_form import hardware_form
@@ -111,7 +111,7 @@ def _take_away(plan: Plan, prediction: Mapping[str, Any]) -> None:
                 icon=":material/download:",
                 on_click="ignore",
             )
-    st.caption(" ".join(["The same answer on the command line:", *limits(document)]))
+    st.caption("The same answer on the command line:")
     st.code(cli_line(document), language="bash", wrap_lines=True)
 
 

@@ -8,6 +8,8 @@ from math import log2
 import streamlit as st
 
 from app import state
+from app.components.variant_form import advanced, model_parallelism_form, training_variants_form
+from app.engine_stages import STAGES, possible_stages
 from planner.plan import MAX_COUNT, MAX_TOKENS_PER_SEQUENCE
 from planner.workload import (
     Attention,
@@ -51,6 +53,8 @@ def training_form() -> None:
     st.markdown("**Kernels**")
     _segments("attention", "Attention", tuple(Attention), ATTENTION_HELP)
     _segments("checkpointing", "Checkpointing", tuple(Checkpointing), CHECKPOINTING_HELP)
+    with advanced("Loss, adapters, allocator", state.RARE_TRAINING):
+        training_variants_form()
 
 
 PRECISION_HELP = (
@@ -61,8 +65,15 @@ ATTENTION_HELP = (
     "eager stores the score matrices; sdpa is PyTorch's fused attention; triton is Peakmark's own "
     "FlashAttention kernel. All three are exact."
 )
-CHECKPOINTING_HELP = "full keeps only each layer's input and computes the layer again backward."
-ENGINE_HELP = "peakmark: the readable ZeRO engine of this product. fsdp2: PyTorch's fully_shard."
+CHECKPOINTING_HELP = (
+    "full keeps only each layer's input and computes the layer again backward. selective keeps the "
+    "results of matrix products and attention too, and computes only the rest again."
+)
+ENGINE_HELP = (
+    "peakmark: the readable ZeRO engine of this product. fsdp2: PyTorch's fully_shard. ddp: whole "
+    "copies, gradients reduced in buckets. zero_redundancy: ddp with PyTorch's "
+    "ZeroRedundancyOptimizer. deepspeed: DeepSpeed's ZeRO."
+)
 ZERO_HELP = "0: nothing sharded. 1: optimizer. 2: and gradients. 3: and parameters."
 
 
@@ -92,14 +103,20 @@ def serving_form() -> None:
 
 
 def parallelism_form() -> None:
-    """Draw engine, ZeRO stage and number of GPUs."""
+    """Draw engine, ZeRO stage, number of GPUs, and how each copy of the model is split."""
     st.markdown("**Parallelism**")
     columns = st.columns(2)
     with columns[0]:
-        _segments("engine", "Engine", tuple(Engine), ENGINE_HELP, on_change=_keep_stage_possible)
+        _choice("engine", "Engine", tuple(Engine), ENGINE_HELP, on_change=_keep_stage_possible)
     with columns[1]:
-        _count("gpus", "GPUs", "Data-parallel world size.")
+        _count("gpus", "Data-parallel ranks", "GPUs that each train on data of their own.")
     _segments("zero", "ZeRO stage", (0, 1, 2, 3), ZERO_HELP)
+    engine = st.session_state["engine"]
+    stages = possible_stages(engine)
+    if len(stages) < len(STAGES):
+        st.caption(f"{engine} has ZeRO stage {' and '.join(str(stage) for stage in stages)} only.")
+    with advanced("Model parallelism", state.MODEL_PARALLEL):
+        model_parallelism_form()
 
 
 def replicas_form() -> None:
@@ -108,9 +125,10 @@ def replicas_form() -> None:
 
 
 def _keep_stage_possible() -> None:
-    """FSDP2 has no stages below 2: choosing it moves the stage to 3."""
-    if st.session_state["engine"] == "fsdp2" and st.session_state["zero"] < 2:
-        st.session_state["zero"] = 3
+    """Choosing an engine that lacks the stage moves it to the highest that the engine has."""
+    stages = possible_stages(st.session_state["engine"])
+    if st.session_state["zero"] not in stages:
+        st.session_state["zero"] = max(stages)
 
 
 def _count(key: str, label: str, help_text: str) -> None:
@@ -126,10 +144,23 @@ def _count(key: str, label: str, help_text: str) -> None:
     )
 
 
-def _choice(key: str, label: str, options: tuple[str, ...], help: str | None = None) -> None:
+def _choice(
+    key: str,
+    label: str,
+    options: tuple[str, ...],
+    help: str | None = None,
+    on_change: Callable[[], None] | None = None,
+) -> None:
     names = [str(option) for option in options]
-    index = names.index(state.DEFAULTS[key])
-    st.selectbox(label, names, index=index, key=key, bind="query-params", help=help)
+    st.selectbox(
+        label,
+        names,
+        index=names.index(state.DEFAULTS[key]),
+        key=key,
+        bind="query-params",
+        help=help,
+        on_change=on_change or "rerun",
+    )
 
 
 def _segments(

@@ -143,7 +143,7 @@ def test_plan_reads_a_config_file_and_names_the_model_after_its_folder(
         (("--seq", "0"), "workload.sequence_length", "0"),
         (("--zero", "4"), "parallelism.zero_stage", "4"),
         (("--gpus", "70000"), "parallelism.world_size", "70000"),
-        (("--engine", "deepspeed"), "parallelism.engine", "peakmark, fsdp2"),
+        (("--engine", "megatron"), "parallelism.engine", "peakmark, fsdp2"),
         (("--engine", "fsdp2", "--zero", "1"), "parallelism.zero_stage", "fsdp2"),
         (("--optimizer", "lion"), "workload.optimizer", "adamw_fused"),
         (("--precision", "fp8"), "workload.precision", "mixed"),

@@ -388,3 +388,19 @@ def test_a_stored_plan_is_one_line_in_the_words_of_the_header() -> None:
         "train 1 × 4096 tokens · mixed, sdpa · peakmark ZeRO-3 × 8 · checkpointing none"
         " · h200-sxm5-141gb"
     )
+
+
+def test_rare_choices_are_folded_away_until_one_is_set(opened: Opened) -> None:
+    app = opened()
+    folds = [fold.label for fold in app.expander]
+    assert "Loss, adapters, allocator" in folds and "Model parallelism" in folds
+    assert app.number_input(key="checkpoint_every").disabled
+    app.number_input(key="frozen_layers").set_value(2).run()
+    assert not broken(app)
+    assert "Loss, adapters, allocator · 1 set" in [fold.label for fold in app.expander]
+    assert "2 layers frozen" in texts(app)
+
+
+def test_an_engine_says_which_stages_it_has(opened: Opened) -> None:
+    app = opened(engine="fsdp2")
+    assert "fsdp2 has ZeRO stage 2 and 3 only." in texts(app)

@@ -85,3 +85,26 @@ def test_a_custom_gpu_keeps_what_is_no_number_for_the_planner_to_refuse() -> Non
     custom = state.custom_hardware(values)["custom"]
     assert custom["visible_bytes"] != custom["visible_bytes"]
     assert custom["mem_bandwidth_bytes_s"] is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("False", False), ("yes", False)])
+def test_a_switch_in_the_url_is_true_or_false(text: str, value: bool) -> None:
+    assert state.values_from({}, {"packed": text})["packed"] is value
+
+
+def test_rare_choices_go_to_the_plan_and_come_back_from_its_url() -> None:
+    chosen = {"lora_rank": 8, "loss": "chunked", "sync_each_micro_batch": False, "packed": True}
+    split = {"tensor_parallel": 2, "sequence_parallel": True}
+    values = {**state.DEFAULTS, **chosen, **split}
+    document = state.plan_mapping(values, {"preset": "x"}, {"preset": "y"})
+    assert {key: document["workload"][key] for key in chosen} == chosen
+    assert {key: document["parallelism"][key] for key in split} == split
+    query = state.query_of_values(state.values_of_plan(document))
+    assert query["sync_each_micro_batch"] == "false" and query["sequence_parallel"] == "true"
+    back = state.values_from({}, query)
+    assert {key: back[key] for key in (*chosen, *split)} == {**chosen, **split}
+
+
+def test_serving_plans_are_not_split() -> None:
+    values = {**state.DEFAULTS, "job": "serve", "tensor_parallel": 4}
+    assert "tensor_parallel" not in state.plan_mapping(values, {}, {})["parallelism"]

@@ -1,0 +1,46 @@
+"""What few plans choose, in few words: only what is not at its default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def variant_words(values: Mapping[str, Any]) -> list[str]:
+    """Return the rare training choices of widget values or of a plan's workload."""
+    found = []
+    if values.get("loss", "hf") != "hf":
+        found.append(f"{str(values['loss']).replace('_', ' ')} loss")
+    if values.get("lora_rank"):
+        base = " on nf4" if values.get("base_dtype") == "nf4" else ""
+        targets = " of q and v" if values.get("lora_targets") == "qv" else ""
+        found.append(f"LoRA {values['lora_rank']}{targets}{base}")
+    if values.get("frozen_layers"):
+        found.append(f"{values['frozen_layers']} layers frozen")
+    if values.get("packed"):
+        found.append("packed")
+    if values.get("expandable_segments"):
+        found.append("expandable segments")
+    if not values.get("sync_each_micro_batch", True):
+        found.append("reduced once per step")
+    return found
+
+
+def split_words(values: Mapping[str, Any]) -> str:
+    """Return how each copy of the model is split, such as " x TP 2 x PP 4"; empty if it is not."""
+    names = {
+        "tensor_parallel": "TP",
+        "pipeline_parallel": "PP",
+        "context_parallel": "CP",
+        "expert_parallel": "EP",
+    }
+    found = [f"{word} {values[key]}" for key, word in names.items() if (values.get(key) or 1) > 1]
+    if values.get("sequence_parallel"):
+        found.append("SP")
+    return "".join(f" × {word}" for word in found)
+
+
+def checkpointing_words(values: Mapping[str, Any]) -> str:
+    """Return the mode of checkpointing, and of which layers if not of all."""
+    every = values.get("checkpoint_every") or 1
+    return f"{values['checkpointing']}{f' every {every} layers' if every > 1 else ''}"
