@@ -24,6 +24,7 @@ from planner.hardware import Gpu, parse_gpu
 from planner.model import ModelSpec
 from planner.obstacles import check_length, check_parallelism, check_training
 from planner.presets import resolve_model, resolve_preset
+from planner.splits import check_whole
 from planner.workload import (
     Attention,
     BaseDtype,
@@ -201,6 +202,7 @@ def parse_plan(mapping: object) -> Plan:
     else:
         workload = _parse_serving(given)
         check_parallelism(parallelism)
+        check_whole(parallelism)
         check_length(model, "workload.context_length", workload.context_length)
     return Plan(
         model=model,

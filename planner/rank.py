@@ -52,9 +52,15 @@ class RankSpec(ModelSpec):
         names = set(monomial.split("*"))
         if names == {"batch", "seq", "hidden"}:
             return 1 / self.hidden_shards
-        return 1 / self.expert_shards if {"experts", "ffn"} <= names else 1.0
+        is_weight = "experts" in names and not names.isdisjoint(("ffn", "moe_ffn"))
+        return 1 / self.expert_shards if is_weight else 1.0
 
 
 def is_expert(parameter: ParameterShape) -> bool:
     """Whether a parameter stacks the weights of all routed experts in its first dimension."""
     return ".experts." in parameter.name
+
+
+def with_all_experts(spec: ModelSpec) -> ModelSpec:
+    """Return the part of a model with the experts of all ranks that split them."""
+    return replace(spec, expert_shards=1) if isinstance(spec, RankSpec) else spec

@@ -33,6 +33,12 @@ def check_splits(model: ModelSpec, workload: TrainingWorkload, parallelism: Para
     _check_experts(model, parallelism)
 
 
+def check_whole(parallelism: Parallelism) -> None:
+    """Raise PlanError for a serving plan that splits the model: each GPU serves all of it."""
+    for name in _splits(parallelism):
+        _refuse(name, parallelism, "1", "a serving plan holds the whole model on every GPU")
+
+
 def _splits(parallelism: Parallelism) -> list[str]:
     names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
     return [name for name in names if getattr(parallelism, name) > 1]

@@ -1,22 +1,18 @@
-"""Tensor, sequence, pipeline, context and expert parallelism: what one GPU of a group holds.
+"""Tensor, pipeline, context and expert parallelism: how a model and its tokens are divided.
 
-Each data-parallel rank is a group of tensor x pipeline x context GPUs. Which tensors are divided:
-Korthikanti et al. 2022 (tensor and sequence parallelism; inputs gathered again in the backward),
-Narayanan et al. 2021 (one forward, one backward in turn: 1F1B), Liu et al. 2023 (ring attention),
-Lepikhin et al. 2020 (experts over data-parallel ranks, tokens exchanged all-to-all).
+Each data-parallel rank is a group of tensor x pipeline x context GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from planner.families import count_parameters
 from planner.model import ModelSpec
 from planner.rank import RankSpec
-from planner.workload import Parallelism, Precision, TrainingWorkload
+from planner.workload import Parallelism, TrainingWorkload
 
 
 def is_split(parallelism: Parallelism) -> bool:
@@ -99,60 +95,3 @@ def _of_these_layers(whole: dict[str, Any], layers: slice) -> dict[str, Any]:
         and isinstance(value, tuple)
         and len(value) == whole["num_layers"]
     }
-
-
-class Buffer(NamedTuple):
-    """A buffer of a collective inside the model, in bytes (an array for an array of plans)."""
-
-    name: str
-    size_bytes: Any
-    formula: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collectives:
-    """What the collectives inside a model's layers hold for a moment, on one GPU."""
-
-    spec: ModelSpec
-    parallelism: Parallelism
-    itemsize: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec, parallelism: Parallelism, precision: Precision) -> Collectives:
-        """The collectives of one GPU's part of a model; they carry compute elements."""
-        return cls(
-            spec=spec, parallelism=parallelism, itemsize=4 if precision is Precision.FP32 else 2
-        )
-
-    def buffers(self, section: str, tokens: Any) -> Iterator[Buffer]:
-        """Buffers alive in a section of a step; `tokens` are this GPU's per micro-batch."""
-        in_layer, backward = section.startswith("layer"), section.endswith("_backward")
-        if self.parallelism.sequence_parallel and (
-            in_layer or section in ("head", "loss_backward")
-        ):
-            yield from self._gathered(tokens, backward)
-        if self.parallelism.context_parallel > 1 and in_layer:
-            yield from self._ring(tokens, backward)
-        if self.parallelism.expert_parallel > 1 and in_layer:
-            yield from self._routed(tokens)
-
-    def _buffer(self, name: str, tokens: Any, width: int) -> Buffer:
-        formula = f"tokens x {width:,} x {self.itemsize} B"
-        return Buffer(name, tokens * width * self.itemsize, formula)
-
-    def _gathered(self, tokens: Any, backward: bool) -> Iterator[Buffer]:
-        hidden = self.spec.hidden_size
-        yield self._buffer("input gathered over the tensor-parallel GPUs", tokens, hidden)
-        summed = "gradient of the gathered input" if backward else "output"
-        yield self._buffer(f"{summed} before its reduce-scatter", tokens, hidden)
-
-    def _ring(self, tokens: Any, backward: bool) -> Iterator[Buffer]:
-        width = 2 * self.spec.kv_size
-        yield self._buffer("keys and values received in the ring", tokens, width)
-        if backward:
-            yield self._buffer("gradients of keys and values in the ring", tokens, width)
-
-    def _routed(self, tokens: Any) -> Iterator[Buffer]:
-        width = self.spec.experts_per_token * self.spec.hidden_size
-        yield self._buffer("tokens sent to experts", tokens, width)
-        yield self._buffer("tokens received by experts", tokens, width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -14,8 +14,11 @@ from planner.memory.sections import COMPONENTS, FLAT_GROUPS
 from planner.memory.states import HeldGroup, Parts
 from planner.memory.templates import Moments, monomial_values
 from planner.model import ModelSpec
+from planner.rank import RankSpec
 
 OPTIMIZER_STEP = "optimizer"
+# Bytes by part of what is alive at a place beside the model's and the engine's own tensors.
+PartsAt = Callable[[Place], Parts]
 # The phases people read, in the order of a step, and the positions that belong to each.
 PHASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "forward": (
@@ -91,8 +94,9 @@ class Timeline:
         states: EngineStates,
         micro_batch: Any,
         sequence_length: Any,
+        beside: PartsAt | None = None,
     ) -> None:
-        self._moments, self._states = moments, states
+        self._moments, self._states, self._beside = moments, states, beside
         self._num_layers = spec.num_layers
         inner = spec.num_layers - 2
         values = monomial_values(spec, moments.monomials, micro_batch, sequence_length)
@@ -101,7 +105,10 @@ class Timeline:
         self._live_total: Any = self._live.sum(axis=1)
         self._persistent = states.persistent()
         self._engine_totals: dict[tuple[str, int, bool], Any] = {}
-        self._rows = _rows_by_position(moments.position, inner >= 1)
+        rows = _rows_by_position(moments.position, inner >= 1)
+        if isinstance(spec, RankSpec):
+            rows = {name: found for name, found in rows.items() if spec.runs(name)}
+        self._rows = rows
 
     def highest(self) -> dict[str, Moment]:
         """The highest moment of every phase (scalars only)."""
@@ -114,7 +121,7 @@ class Timeline:
             best[phase] = max(best.get(phase, candidate), candidate)
         found = {phase: self._moment(position, row) for phase, (_, position, row) in best.items()}
         found[OPTIMIZER_STEP] = Moment(OPTIMIZER_STEP, self._optimizer_parts())
-        return {name: found[name] for name in PHASES}
+        return {name: found[name] for name in PHASES if name in found}
 
     def peak_bytes(self) -> Any:
         """The highest total over all moments, elementwise over arrays of plans."""
@@ -131,6 +138,8 @@ class Timeline:
         states, moments = self._states, self._moments
         place = place_of(position, self._num_layers)
         parts = add_parts(self._persistent, states.at(place))
+        if self._beside is not None:
+            parts = add_parts(parts, self._beside(place))
         if not place.in_backward:
             return parts
         if moments.flat_key[row]:

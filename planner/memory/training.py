@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,16 @@ import numpy.typing as npt
 
 from planner.hardware import Gpu
 from planner.memory import ledger
+from planner.memory.beside import Beside
 from planner.memory.fsdp2 import Fsdp2States
+from planner.memory.groups import place_of
 from planner.memory.overheads import (
     TYPICAL_SEGMENT_SHARE,
     Overheads,
     outside_bytes,
     workspace_bytes,
 )
+from planner.memory.parallel import group_size
 from planner.memory.replay_engines import replay_training
 from planner.memory.sections import COMPONENTS
 from planner.memory.states import PeakmarkStates
@@ -46,6 +49,7 @@ PARTS = (
 _MIN_REPLAYED_LAYERS = 3
 # What an array of 64-bit integers can hold with the overheads on top; no plan that runs comes near.
 _MOST_GRID_BYTES = 2.0**62
+BesideAt = Callable[[str, Any, Any], Beside]
 _STATES: dict[Engine, type[PeakmarkStates] | type[Fsdp2States]] = {
     Engine.PEAKMARK: PeakmarkStates,
     Engine.FSDP2: Fsdp2States,
@@ -152,6 +156,7 @@ def training_memory(
     parallelism: Parallelism,
     hardware: Gpu | None = None,
     segment_share: float | None = None,
+    beside: Beside | None = None,
 ) -> TrainingMemory:
     """Predict the peak memory of a steady training step on rank 0, which holds the most.
 
@@ -164,14 +169,23 @@ def training_memory(
         spec, workload, parallelism.engine, parallelism.zero_stage, parallelism.world_size
     )
     moments = load_moments(spec.family, key, states.gradients)
-    timeline = Timeline(spec, moments, states, workload.micro_batch, workload.sequence_length)
+    timeline = Timeline(
+        spec,
+        moments,
+        states,
+        workload.micro_batch,
+        workload.sequence_length,
+        beside=beside.parts if beside else None,
+    )
     by_phase = {
         name: Moment(moment.position, {**moment.parts, "workspace": workspace_bytes(hardware)})
         for name, moment in timeline.highest().items()
     }
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
-    outside = outside_bytes(workload, parallelism.engine, parallelism.world_size, hardware)
-    if segment_share is None and spec.num_layers >= _MIN_REPLAYED_LAYERS:
+    gpus = parallelism.world_size * group_size(parallelism)
+    outside = outside_bytes(workload, parallelism.engine, gpus, hardware)
+    replays = beside is None and spec.num_layers >= _MIN_REPLAYED_LAYERS
+    if segment_share is None and replays:
         replayed = replay_training(spec, workload, parallelism, key, hardware)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
         by_phase = {
@@ -186,7 +200,10 @@ def training_memory(
         peak=peak,
         by_phase=by_phase,
         overheads=over,
-        entries=ledger.entries(spec, workload, parallelism, states, peak, key),
+        entries=ledger.entries(
+            *(spec, workload, parallelism, states, peak, key),
+            others=beside.entries(place_of(peak.position, spec.num_layers)) if beside else (),
+        ),
         formulas=ledger.formulas(spec, workload, parallelism, peak),
     )
 
@@ -232,10 +249,13 @@ def training_grid(
     sequence_lengths: Sequence[int],
     hardware: Gpu | None = None,
     segment_share: float = TYPICAL_SEGMENT_SHARE,
+    gpus_per_rank: int = 1,
+    beside_at: BesideAt | None = None,
 ) -> dict[str, npt.NDArray[np.int64]]:
     """Predict a grid of plans; each array has the axes stage, world size, batch, sequence.
 
     Segments are `segment_share` of the allocated peak: the allocator is not replayed here.
+    `beside_at` gives, for a template's key, batches and lengths, what is beside model and engine.
     """
     shape = (len(zero_stages), len(world_sizes), len(micro_batches), len(sequence_lengths))
     peak = np.zeros(shape)
@@ -248,12 +268,13 @@ def training_grid(
         for row, stage in enumerate(zero_stages):
             states = _states(spec, workload, engine, stage, worlds)
             moments = load_moments(spec.family, key, states.gradients)
-            timeline = Timeline(spec, moments, states, batches, lengths)
+            beside = beside_at(key, batches, lengths).parts if beside_at else None
+            timeline = Timeline(spec, moments, states, batches, lengths, beside)
             peak[row][..., columns] = timeline.peak_bytes()
     allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
         np.int64
     ) + workspace_bytes(hardware)
-    outside = outside_bytes(workload, engine, worlds, hardware)
+    outside = outside_bytes(workload, engine, worlds * gpus_per_rank, hardware)
     over = Overheads.estimated(allocated_bytes, outside, segment_share)
     return {
         "allocated_bytes": allocated_bytes,
