@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.plan import Plan, parse_plan
-from planner.workload import Attention, Checkpointing, Engine, TrainingWorkload
+from planner.workload import Attention, Checkpointing, Engine, Loss, TrainingWorkload
 from runners.contract import JobKind
 from runners.engines.base import TrainingEngine
+from runners.engines.ddp import DdpEngine
 from runners.engines.fsdp2 import Fsdp2Engine
 from runners.engines.precision import forward_context
+from runners.engines.zero_redundancy import ZeroRedundancyEngine
 from runners.jobs.attention_calls import recorded_sdpa_call
 from runners.jobs.harness import JobSession, run_job
+from runners.jobs.losses import install_chunked_loss
 from runners.measure import (
     StepMeter,
     allocator_counters,
@@ -34,6 +38,12 @@ from runners.zero.engine import ZeroEngine
 
 LEARNING_RATE = 1e-4
 MIN_WARMUP_STEPS = 2
+ENGINES: dict[Engine, Callable[..., TrainingEngine]] = {
+    Engine.PEAKMARK: ZeroEngine,
+    Engine.FSDP2: Fsdp2Engine,
+    Engine.DDP: DdpEngine,
+    Engine.ZERO_REDUNDANCY: ZeroRedundancyEngine,
+}
 _STEADY_PHASES = ("forward", "backward", "optimizer")
 _ATTENTION_NAMES = {
     Attention.EAGER: "eager",
@@ -60,14 +70,24 @@ def build_model(plan: Plan) -> nn.Module:
         )
     if workload.checkpointing is Checkpointing.FULL:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    _install_loss(model, workload.loss)
     return model.train()
+
+
+def _install_loss(model: nn.Module, loss: Loss) -> None:
+    if loss is Loss.FUSED_LINEAR:
+        raise ValueError(
+            "workload.loss is 'fused_linear': it is predicted but has no kernel yet; run hf or "
+            "chunked"
+        )
+    if loss is Loss.CHUNKED:
+        install_chunked_loss(model)
 
 
 def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -> TrainingEngine:
     """Return the plan's engine around `model`, with its parameters on the world's device."""
     workload = _training_workload(plan)
-    engine = ZeroEngine if plan.parallelism.engine is Engine.PEAKMARK else Fsdp2Engine
-    return engine(
+    return ENGINES[plan.parallelism.engine](
         model,
         stage=plan.parallelism.zero_stage,
         optimizer=workload.optimizer,
@@ -88,9 +108,9 @@ class Trainer:
         self.meter = StepMeter(world.device)
         self.losses: list[float | None] = []
         self.state: dict[str, int] = {}
-        self._model = model
         with self.meter.phase("init"):
             self._engine = build_engine(model, plan, world, seed)
+            self._model = self._engine.module
         self._tokens = self._draw_tokens(plan.model.vocab_size, seed)
 
     def step(self) -> None:
