@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.memory.groups import FORWARD_SECTIONS, Place, group_numels, place_of
 from planner.memory.optimizers import state_words
-from planner.memory.states import Precisions, first_finished
+from planner.memory.states import Parts, Precisions, first_finished
 from planner.memory.templates import (
     SavedTensor,
     load_saved,
