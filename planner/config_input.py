@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from planner.config_keys import (
     default_values,
     flag_unknown_keys,
     modelled_keys,
+    nested_rotary_factor,
+    own_defaults,
     own_names,
     refuse_unmodelled_keys,
     with_common_names,
@@ -32,16 +34,26 @@ from planner.config_keys import (
 )
 from planner.errors import PlanError, describe_key
 from planner.families import SUPPORTED_FAMILIES, count_parameters
-from planner.model import ModelSpec
+from planner.model import LatentAttention, ModelSpec
 
 MAX_CONFIG_BYTES = 1_000_000
 MAX_PARAMETERS = 2**46
 
-_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh", "gpt2": "gelu_new"}
-_ACTIVATION_KEYS = {"gemma2": "hidden_activation", "gpt2": "activation_function"}
+_ACTIVATIONS = {
+    "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
+    "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
+    "gpt2": ("activation_function", "gelu_new"),
+    "gpt_neox": ("hidden_act", "gelu"),
+    "opt": ("activation_function", "relu"),
+    "falcon": ("activation", "gelu"),
+}
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 # A quantity that transformers divides by the number of heads whatever head_dim says.
-_HIDDEN_DIVIDES_BY_HEADS = ("llama", "gemma2", "gpt2")
+_HIDDEN_DIVIDES_BY_HEADS = ("llama", "gemma2", "gemma3_text")
+_LEARNED_POSITIONS = ("gpt2", "opt")
+_LATENT = ("deepseek_v2", "deepseek_v3")
+# Families whose products have biases that no key of the configuration takes away.
+_BIASED = ("gpt2", "opt", "gpt_neox")
 
 
 def parse_config_text(text: str | bytes) -> dict[str, Any]:
@@ -82,12 +94,12 @@ class _Fields:
     ) -> None:
         self.family = family
         self.values = {**default_values(family), **config, **overrides}
-        self._edited = frozenset(overrides)
+        self.edited = frozenset(overrides)
         self._own_names = {common: own for own, common in own_names(family).items()}
 
     def field(self, key: str) -> str:
         """Return the dotted name that a person would look for."""
-        root = "overrides" if key in self._edited else "config"
+        root = "overrides" if key in self.edited else "config"
         return f"model.{root}.{self._own_names.get(key, key)}"
 
     def size(self, key: str) -> int:
@@ -116,13 +128,16 @@ def _sliding_layers(fields: _Fields, num_layers: int) -> tuple[int | None, tuple
     if "sliding_window" not in modelled_keys(fields.family):
         return None, (False,) * num_layers
     window = fields.optional_size("sliding_window")
-    if fields.family in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
+    if fields.family in ("qwen2", "qwen3", "qwen3_moe") and not fields.flag("use_sliding_window"):
         window = None
     kinds = fields.values.get("layer_types")
     if kinds is not None and "layer_types" in modelled_keys(fields.family):
         layers = _read_layer_types(fields, kinds, num_layers)
-    elif fields.family == "gemma2":
+    elif fields.family in ("gemma2", "gpt_oss"):
         layers = tuple(i % 2 == 0 for i in range(num_layers))
+    elif fields.family == "gemma3_text":
+        pattern = fields.size("sliding_window_pattern")
+        layers = tuple((i + 1) % pattern != 0 for i in range(num_layers))
     elif fields.family in ("qwen2", "qwen3"):
         name = fields.field("max_window_layers")
         first = check_integer(name, fields.values["max_window_layers"], 0, 4096)
@@ -147,39 +162,163 @@ def _read_layer_types(fields: _Fields, kinds: object, num_layers: int) -> tuple[
 
 def _head_dim(fields: _Fields, hidden_size: int, num_heads: int) -> int:
     """Return head_dim as given, else hidden_size / num_attention_heads."""
-    given = None if fields.family == "gpt2" else fields.optional_size("head_dim")
+    given = fields.optional_size("head_dim") if _has(fields, "head_dim") else None
     must_divide = given is None or fields.family in _HIDDEN_DIVIDES_BY_HEADS
     if must_divide and hidden_size % num_heads:
         allowed = f"a divisor of hidden_size ({hidden_size})"
         raise PlanError(fields.field("num_attention_heads"), num_heads, allowed)
     head_dim = given or hidden_size // num_heads
-    if fields.family != "gpt2" and head_dim % 2:
+    if fields.family not in _LEARNED_POSITIONS and head_dim % 2:
         raise PlanError(fields.field("head_dim"), head_dim, "even, as rotary positions need pairs")
     return head_dim
 
 
+def _has(fields: _Fields, key: str) -> bool:
+    return key in modelled_keys(fields.family)
+
+
+def _rotary_dim(fields: _Fields, head_dim: int) -> int:
+    """Return how many elements of a head are rotated; none with learned positions."""
+    if fields.family in _LEARNED_POSITIONS:
+        return 0
+    if not _has(fields, "rotary_pct"):
+        return head_dim
+    nested = nested_rotary_factor(fields.values)
+    if (
+        nested is not None
+        and fields.values["rotary_pct"] == default_values(fields.family)["rotary_pct"]
+    ):
+        fields.values["rotary_pct"] = nested
+    name = fields.field("rotary_pct")
+    share = check_number(name, fields.values["rotary_pct"], 0.0, 1.0)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        allowed = f"a share that rotates an even number of a head's {head_dim} elements"
+        raise PlanError(name, share, allowed)
+    return rotary_dim
+
+
+def _latent_attention(fields: _Fields, hidden_size: int, num_heads: int) -> LatentAttention | None:
+    if fields.family not in _LATENT:
+        return None
+    if fields.family == "deepseek_v2" and hidden_size % num_heads:
+        allowed = f"a divisor of hidden_size ({hidden_size})"
+        raise PlanError(fields.field("num_attention_heads"), num_heads, allowed)
+    kv_heads = fields.optional_size("num_key_value_heads") or num_heads
+    if kv_heads != num_heads:
+        allowed = f"num_attention_heads ({num_heads}), as latent attention has no grouped heads"
+        raise PlanError(fields.field("num_key_value_heads"), kv_heads, allowed)
+    rope_dim = fields.size("qk_rope_head_dim")
+    if rope_dim % 2:
+        name = fields.field("qk_rope_head_dim")
+        raise PlanError(name, rope_dim, "even, as rotary positions need pairs")
+    return LatentAttention(
+        q_rank=fields.optional_size("q_lora_rank"),
+        kv_rank=fields.size("kv_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=fields.size("v_head_dim"),
+    )
+
+
 def _num_kv_heads(fields: _Fields, num_heads: int) -> int:
     """Return the key-value heads; they must divide the query heads."""
-    num_kv_heads = fields.optional_size("num_key_value_heads") or num_heads
+    if fields.family == "falcon":
+        return 1
+    given = (
+        fields.optional_size("num_key_value_heads") if _has(fields, "num_key_value_heads") else None
+    )
+    num_kv_heads = given or num_heads
     if num_heads % num_kv_heads:
         allowed = f"a divisor of num_attention_heads ({num_heads})"
         raise PlanError(fields.field("num_key_value_heads"), num_kv_heads, allowed)
     return num_kv_heads
 
 
-def _experts(fields: _Fields) -> tuple[int, int]:
-    if fields.family != "mixtral":
-        return 0, 0
-    experts, active = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
-    if active > experts:
-        name = fields.field("num_experts_per_tok")
-        raise PlanError(name, active, f"at most num_local_experts ({experts})")
-    return experts, active
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Experts:
+    """The mixture-of-experts fields of a ModelSpec; those of a dense model by default."""
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_groups: int = 1
+    expert_size: int = 0
+    shared_expert_size: int = 0
+    expert_layers: tuple[bool, ...]
+
+
+def _experts(fields: _Fields, num_layers: int) -> _Experts:
+    if not _has(fields, "num_local_experts"):
+        return _Experts(expert_layers=(False,) * num_layers)
+    layers = _expert_layers(fields, num_layers)
+    experts = _bounded(fields, "num_experts_per_tok", "num_local_experts")
+    own_size = "moe_intermediate_size" if _has(fields, "moe_intermediate_size") else None
+    size = fields.size(own_size or "intermediate_size")
+    shared = fields.size("n_shared_experts") if _has(fields, "n_shared_experts") else 0
+    return _Experts(
+        num_experts=experts[1],
+        experts_per_token=experts[0],
+        expert_groups=_expert_groups(fields, experts[1]),
+        expert_size=size,
+        shared_expert_size=shared * size,
+        expert_layers=layers,
+    )
+
+
+def _bounded(fields: _Fields, key: str, bound: str) -> tuple[int, int]:
+    """Return the sizes `key` and `bound`, of which the first may not be the larger."""
+    value, limit = fields.size(key), fields.size(bound)
+    if value > limit:
+        name = fields.field(bound).rpartition(".")[2]
+        raise PlanError(fields.field(key), value, f"at most {name} ({limit})")
+    return value, limit
+
+
+def _expert_groups(fields: _Fields, num_experts: int) -> int:
+    """Return the groups among which DeepSeek-V3 first chooses; its two best decide for a group."""
+    if fields.family != "deepseek_v3":
+        return 1
+    _, groups = _bounded(fields, "topk_group", "n_group")
+    if num_experts % groups or num_experts // groups < 2:
+        allowed = f"a divisor of n_routed_experts ({num_experts}) that leaves two in a group"
+        raise PlanError(fields.field("n_group"), groups, allowed)
+    return groups
+
+
+def _expert_layers(fields: _Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts, by the rule of the family's configuration."""
+    if _has(fields, "first_k_dense_replace"):
+        name = fields.field("first_k_dense_replace")
+        first = check_integer(name, fields.values["first_k_dense_replace"], 0, 4096)
+        return tuple(i >= first for i in range(num_layers))
+    if not _has(fields, "decoder_sparse_step"):
+        return (True,) * num_layers
+    step, dense = fields.size("decoder_sparse_step"), fields.values["mlp_only_layers"] or []
+    name = fields.field("mlp_only_layers")
+    if not isinstance(dense, list):
+        raise PlanError(name, dense, "a list of layer numbers")
+    numbers = {check_integer(name, layer, 0, 4096) for layer in dense}
+    return tuple(i not in numbers and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _check_widths(fields: _Fields, hidden_size: int) -> None:
+    """Refuse projections around OPT's embedding and a second norm in Falcon's parallel block."""
+    if _has(fields, "word_embed_proj_dim"):
+        if "hidden_size" in fields.edited and "word_embed_proj_dim" not in fields.edited:
+            fields.values["word_embed_proj_dim"] = None
+        width = fields.optional_size("word_embed_proj_dim") or hidden_size
+        if width != hidden_size:
+            name = fields.field("word_embed_proj_dim")
+            raise PlanError(name, width, f"hidden_size ({hidden_size}), without projections")
+    if _has(fields, "num_ln_in_parallel_attn"):
+        norms = fields.optional_size("num_ln_in_parallel_attn") or 1
+        if norms != 1:
+            name = fields.field("num_ln_in_parallel_attn")
+            raise PlanError(name, norms, "1 or null without the new decoder architecture")
 
 
 def _check_activation(fields: _Fields) -> None:
-    key = _ACTIVATION_KEYS.get(fields.family, "hidden_act")
-    modelled = _ACTIVATIONS.get(fields.family, "silu")
+    key, modelled = _ACTIVATIONS.get(fields.family, ("hidden_act", "silu"))
     if fields.values[key] != modelled:
         raise PlanError(
             fields.field(key), fields.values[key], f"{modelled}, the one modelled for this family"
@@ -195,8 +334,8 @@ def _hf_config(spec: ModelSpec, fields: _Fields) -> dict[str, Any]:
     kept |= {key: 0.0 for key in DROPOUT_KEYS if key in kept}
     if fields.values.get("rope_theta") is not None:
         kept["rope_theta"] = fields.values["rope_theta"]
-    if spec.family != "gpt2":
-        kept |= {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    exact = {"num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    kept |= {key: value for key, value in exact.items() if key in kept}
     special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     return {"model_type": spec.family, **with_own_names(spec.family, kept), **special}
 
@@ -204,11 +343,13 @@ def _hf_config(spec: ModelSpec, fields: _Fields) -> dict[str, Any]:
 def _build(name: str, fields: _Fields, flags: tuple[str, ...]) -> ModelSpec:
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     layers = fields.size("num_hidden_layers")
-    if fields.family == "gpt2" and fields.values["intermediate_size"] is None:
+    if fields.family in ("gpt2", "falcon") and fields.values["intermediate_size"] is None:
         fields.values["intermediate_size"] = 4 * hidden
+    _check_widths(fields, hidden)
     window, sliding_layers = _sliding_layers(fields, layers)
-    experts, active_experts = _experts(fields)
-    bias = fields.family == "gpt2" or fields.flag("attention_bias")
+    latent = _latent_attention(fields, hidden, heads)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden, heads)
+    bias = fields.flag("attention_bias") or fields.family in ("gpt2", "opt")
     spec = ModelSpec(
         name=name,
         family=fields.family,
@@ -218,16 +359,17 @@ def _build(name: str, fields: _Fields, flags: tuple[str, ...]) -> ModelSpec:
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=_num_kv_heads(fields, heads),
-        head_dim=_head_dim(fields, hidden, heads),
+        head_dim=head_dim,
+        rotary_dim=latent.rope_dim if latent else _rotary_dim(fields, head_dim),
         max_positions=fields.size("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         sliding_window=window,
         sliding_layers=sliding_layers,
-        num_experts=experts,
-        experts_per_token=active_experts,
+        **asdict(_experts(fields, layers)),
+        latent=latent,
         qkv_bias=bias or fields.family == "qwen2",
         attention_out_bias=bias,
-        mlp_bias=fields.family == "gpt2" or fields.flag("mlp_bias"),
+        mlp_bias=fields.family in _BIASED or fields.flag("mlp_bias"),
         attention_logit_softcap=fields.optional_number("attn_logit_softcapping"),
         final_logit_softcap=fields.optional_number("final_logit_softcapping"),
         parameters=0,
@@ -263,6 +405,10 @@ def _check_plain_values(fields: _Fields) -> list[str]:
         value = fields.values.get(key)
         if value is not None and check_number(fields.field(key), value, 0.0, 1.0) > 0:
             sentences.append(f"{key} is {value:g}: planned and run without dropout.")
+    # DeepSeek-V2's module does not read the key.
+    normalises = _has(fields, "norm_topk_prob") and fields.family != "deepseek_v2"
+    if normalises and not fields.flag("norm_topk_prob"):
+        sentences.append("norm_topk_prob is false: memory is planned as with true.")
     return sentences
 
 
@@ -289,9 +435,20 @@ def spec_from_config(
     return _cached_spec(check_text("model.name", name), text, canonical_json("model", edits))
 
 
+def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the language model inside a Gemma 3 configuration with images, and a flag for it."""
+    if config.get("model_type") != "gemma3":
+        return config, []
+    text = check_mapping("model.config.text_config", config.get("text_config"))
+    own = {"model_type": "gemma3_text"}
+    return {**own_defaults("gemma3_text"), **text, **own}, [
+        "gemma3: planned and run as its language model, without the vision tower."
+    ]
+
+
 @lru_cache(maxsize=256)
 def _cached_spec(name: str, config_text: str, overrides_text: str) -> ModelSpec:
-    raw: dict[str, Any] = json.loads(config_text)
+    raw, flags = _text_part(json.loads(config_text))
     family = _family_of(raw)
     config = with_common_names(family, raw)
     overrides = with_common_names(family, json.loads(overrides_text))
@@ -302,5 +459,5 @@ def _cached_spec(name: str, config_text: str, overrides_text: str) -> ModelSpec:
     fields = _Fields(family, config, overrides)
     refuse_unmodelled_keys(family, fields.values)
     _check_activation(fields)
-    flags = _check_plain_values(fields) + flag_unknown_keys(family, fields.values)
+    flags += _check_plain_values(fields) + flag_unknown_keys(family, fields.values)
     return _build(name, fields, tuple(flags))

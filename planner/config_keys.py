@@ -27,17 +27,45 @@ SIZE_LIMITS = {
     "head_dim": 4096,
     "max_position_embeddings": 1_000_000_000,
     "sliding_window": 1_000_000_000,
+    "sliding_window_pattern": 4096,
     "num_local_experts": 1024,
     "num_experts_per_tok": 1024,
+    "moe_intermediate_size": 2**22,
+    "decoder_sparse_step": 4096,
+    "n_shared_experts": 1024,
+    "n_group": 1024,
+    "topk_group": 1024,
+    "q_lora_rank": 1_000_000,
+    "kv_lora_rank": 1_000_000,
+    "qk_nope_head_dim": 4096,
+    "qk_rope_head_dim": 4096,
+    "v_head_dim": 4096,
+    "word_embed_proj_dim": 1_000_000,
+    "num_ln_in_parallel_attn": 2,
 }
-BOOLEAN_KEYS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+BOOLEAN_KEYS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+)
 POSITIVE_NUMBER_KEYS = (
     "rms_norm_eps",
+    "layer_norm_eps",
     "layer_norm_epsilon",
     "rope_theta",
     "query_pre_attn_scalar",
 )
-DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
+DROPOUT_KEYS = (
+    "attention_dropout",
+    "hidden_dropout",
+    "dropout",
+    "layerdrop",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+)
 
 
 @cache
@@ -51,6 +79,11 @@ def _table(name: str) -> dict[str, dict[str, Any]]:
 def default_values(family: str) -> dict[str, Any]:
     """Return the class defaults of transformers for the keys modelled in `family`."""
     return dict(_table("config_defaults")[family]["defaults"])
+
+
+def own_defaults(family: str) -> dict[str, Any]:
+    """Return the class defaults of the required keys, for configurations stored without them."""
+    return dict(_table("config_defaults")[family].get("required_defaults", {}))
 
 
 def own_names(family: str) -> dict[str, str]:
@@ -77,28 +110,52 @@ def modelled_keys(family: str) -> frozenset[str]:
 
 def refuse_unmodelled_keys(family: str, values: Mapping[str, Any]) -> None:
     """Raise PlanError for the first key that says the model has something we do not model."""
-    experts = {"num_local_experts"} if family == "mixtral" else set()
+    sizes = modelled_keys(family) & set(SIZE_LIMITS)
     for key, what in _table("config_keys")["refused"]["keys"].items():
-        if key not in experts and values.get(key):
+        if key not in sizes | _UNBUILT_LAYERS.get(family, set()) and values.get(key):
             field = f"model.config.{key}"
             sentence = (
                 f"{field} is {describe_value(values[key])}: Peakmark does not model {what} "
                 f"in a {family} model."
             )
             raise PlanError(field, values[key], "absent, null or false", sentence=sentence)
+    for key, (modelled, what) in _fixed_keys(family).items():
+        if values.get(key, modelled) != modelled:
+            field = f"model.config.{key}"
+            sentence = (
+                f"{field} is {describe_value(values[key])}: Peakmark models a {family} model with "
+                f"{describe_value(modelled)} only, not {what}."
+            )
+            raise PlanError(field, values[key], describe_value(modelled), sentence=sentence)
+
+
+# Layers that the published weights have and transformers does not build.
+_UNBUILT_LAYERS = {"deepseek_v3": {"num_nextn_predict_layers"}}
+
+
+def _fixed_keys(family: str) -> dict[str, tuple[Any, str]]:
+    """Return the keys of `family` of which one value is modelled: that value, what others mean."""
+    families: dict[str, dict[str, tuple[Any, str]]] = _table("config_keys")["fixed"]["families"]
+    return families.get(family, {})
 
 
 def flag_unknown_keys(family: str, values: Mapping[str, Any]) -> list[str]:
     """Return a sentence for every key that is neither modelled nor known to be harmless."""
     table = _table("config_keys")
-    named = {*modelled_keys(family), *table["ignored"]["keys"], *table["refused"]["keys"]}
+    named = {
+        *modelled_keys(family),
+        *table["ignored"]["keys"],
+        *table["refused"]["keys"],
+        *_fixed_keys(family),
+    }
     unknown = sorted(set(values) - named)
     flags = [f"{describe_key(key)} is not read for a {family} model." for key in unknown]
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    partial = values.get("partial_rotary_factor", nested)
-    if partial not in (None, 1, 1.0):
+    partial = values.get("partial_rotary_factor", nested_rotary_factor(values))
+    if partial not in (None, 1, 1.0) and "rotary_pct" not in modelled_keys(family):
         flags.append("partial_rotary_factor is planned and run as 1: all of a head is rotated.")
+    for key in _UNBUILT_LAYERS.get(family, ()):
+        if values.get(key):
+            flags.append(f"{key}: planned and run without, as transformers builds none.")
     classes = values.get("architectures")
     if isinstance(classes, list) and classes and not any(map(_is_language_model, classes)):
         name = describe_key(str(classes[0]))
@@ -106,6 +163,12 @@ def flag_unknown_keys(family: str, values: Mapping[str, Any]) -> list[str]:
     if values.get("auto_map"):
         flags.append("auto_map names code in the repository: it is never downloaded or run.")
     return flags
+
+
+def nested_rotary_factor(values: Mapping[str, Any]) -> Any:
+    """Return the share of a head that rope_parameters (or rope_scaling) says is rotated, or None."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling")
+    return rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
 
 
 def _is_language_model(class_name: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import PlanError
+from planner.memory.templates import has_templates
 from planner.model import ModelSpec
 from planner.variants import check_variants
 from planner.workload import Attention, Engine, Parallelism, TrainingWorkload, flat_dict
@@ -23,7 +24,7 @@ def check_parallelism(parallelism: Parallelism) -> None:
 
 def check_length(model: ModelSpec, field_name: str, length: int) -> None:
     """Raise PlanError where a model has a learned row for each position and too few of them."""
-    if model.family == "gpt2" and length > model.max_positions:
+    if model.has_learned_positions and length > model.max_positions:
         raise PlanError(
             field_name, length, f"at most {model.max_positions}, the positions {model.name} has"
         )
@@ -31,16 +32,28 @@ def check_length(model: ModelSpec, field_name: str, length: int) -> None:
 
 def _attention_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
     """Return why the chosen kernel cannot compute this model's attention, or None."""
-    window = model.sliding_window
-    capped = model.attention_logit_softcap is not None
     if workload.attention is Attention.EAGER:
         return None
+    capped = model.attention_logit_softcap is not None
     if capped or (model.family == "gemma2" and workload.attention is Attention.SDPA):
         return "it does not cap attention logits, as this model does"
-    if workload.attention is Attention.SDPA:
-        return None
+    if model.has_attention_sinks:
+        return "it knows no attention sinks, which this model has"
+    return None if workload.attention is Attention.SDPA else _triton_obstacle(model, workload)
+
+
+def _triton_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
+    """Return why our kernel cannot compute this model's attention, or None."""
+    window = model.sliding_window
+    if model.family == "falcon":
+        return "transformers' Falcon takes no attention function from outside"
     if window is not None and window < workload.sequence_length:
         return f"it has no sliding window, and this model's window of {window} is shorter"
+    if model.value_dim != model.head_dim:
+        return (
+            f"it needs keys and values of one size, this model's are {model.head_dim} and "
+            f"{model.value_dim}"
+        )
     if model.head_dim > MAX_TRITON_HEAD_DIM:
         return f"its largest head size is {MAX_TRITON_HEAD_DIM}, this model's is {model.head_dim}"
     return None
@@ -51,8 +64,8 @@ def _check_attention(model: ModelSpec, workload: TrainingWorkload) -> None:
     obstacle = _attention_obstacle(model, workload)
     if obstacle is None:
         return
-    capped = model.attention_logit_softcap is not None
-    others = "eager" if capped or workload.attention is Attention.SDPA else "eager or sdpa"
+    eager_only = model.attention_logit_softcap is not None or model.has_attention_sinks
+    others = "eager" if eager_only or workload.attention is Attention.SDPA else "eager or sdpa"
     sentence = f"workload.attention is '{workload.attention}': {obstacle}; use {others}."
     raise PlanError("workload.attention", str(workload.attention), others, sentence=sentence)
 
@@ -89,10 +102,21 @@ _NOT_BUILT_FIELDS = frozenset(
 _NOT_BUILT_VALUES = frozenset(("selective", "ddp", "zero_redundancy", "deepspeed"))
 
 
+def _check_traced(model: ModelSpec) -> None:
+    """Raise PlanError for a family of which no training step has been traced."""
+    if not has_templates(model.family):
+        sentence = (
+            f"model.family is {model.family}: its training step has not been traced yet; it can be "
+            "planned for serving."
+        )
+        raise PlanError("model.family", model.family, "a traced family", sentence=sentence)
+
+
 def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where the model cannot be trained like this; the sentence says why."""
     check_parallelism(parallelism)
     _check_built(workload, parallelism)
     check_variants(workload, parallelism)
+    _check_traced(model)
     check_length(model, "workload.sequence_length", workload.sequence_length)
     _check_attention(model, workload)

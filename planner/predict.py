@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.decode import decode_throughput
@@ -59,10 +59,12 @@ def describe_model(spec: ModelSpec) -> dict[str, Any]:
     plain = {
         name: getattr(spec, name)
         for name in ModelSpec.__dataclass_fields__
-        if name not in ("hf_config", "flags", "sliding_layers")
+        if name not in ("hf_config", "flags", "sliding_layers", "expert_layers", "latent")
     }
     return {
         **plain,
+        "latent": asdict(spec.latent) if spec.latent else None,
+        "num_expert_layers": spec.num_expert_layers,
         "num_sliding_layers": spec.num_sliding_layers,
         "query_size": spec.query_size,
         "kv_size": spec.kv_size,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -30,6 +30,9 @@ from planner.memory.sections import (
 from planner.model import ModelSpec
 
 Floats = npt.NDArray[np.float64]
+
+# Families of which every model has its key-value heads in the same proportion to its query heads.
+ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,12 @@ def _family_file(family: str) -> Mapping[str, Any]:
     return data
 
 
+@cache
+def has_templates(family: str) -> bool:
+    """Whether a training step of this family has been traced."""
+    return resources.files("planner.memory").joinpath(f"templates/{family}.json").is_file()
+
+
 def template_versions(family: str) -> dict[str, str]:
     """The transformers and torch versions a family's templates were traced with."""
     data = _family_file(family)
@@ -93,7 +102,7 @@ def attention_variant(spec: ModelSpec, attention: str, compute: str, sequence_le
     if attention == "sdpa" and window and any(spec.sliding_layers) and sequence_length >= window:
         variant = "sdpa_masked"
     told_apart = variant in ("eager", "sdpa_masked") or (variant, compute) == ("sdpa", "fp32")
-    if told_apart and spec.family != "gpt2" and spec.num_heads == spec.num_kv_heads:
+    if told_apart and spec.family not in ONE_GROUPING and spec.num_heads == spec.num_kv_heads:
         variant += "_mha"
     return variant
 
@@ -145,12 +154,16 @@ def monomial_values(
         "group": spec.num_heads / spec.num_kv_heads,
         "group_plus_2": spec.num_heads / spec.num_kv_heads + 2,
         "half_head_dim": spec.head_dim / 2,
+        "half_rotary": spec.rotary_dim / 2,
+        "qk_dim": spec.head_dim,
+        "value_dim": spec.value_dim,
         "hidden": spec.hidden_size,
         "ffn": spec.intermediate_size,
         "vocab": spec.vocab_size,
         "top_k": spec.experts_per_token,
         "experts": spec.num_experts,
-        "positions": spec.max_positions,
+        "positions": spec.position_rows,
+        "moe_ffn": spec.expert_size,
         "layers": spec.num_layers,
     }
     one = np.ones(np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length)))

@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from planner.memory.templates import ONE_GROUPING
 from runners.trace.standins import TRITON_NAME
-from runners.trace.symbols import HEAD_DIM, HEADS, HIDDEN, PRIMES
+from runners.trace.symbols import HEAD_DIM, HEADS, HIDDEN, PRIMES, ROTARY_DIM
 
 LAYERS = 4
 FAMILIES = (
@@ -22,11 +23,15 @@ FAMILIES = (
     "olmo2",
     "gemma2",
     "gpt2",
+    "gpt_neox",
+    "opt",
+    "falcon",
     "mixtral",
+    "qwen3_moe",
 )
 # These derive the head size from the hidden size, so their hidden size is heads * head_dim.
-DERIVED_HEAD_DIM = ("phi3", "olmo2")
-WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral")
+DERIVED_HEAD_DIM = ("phi3", "olmo2", "gpt_neox", "opt")
+WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,14 @@ def variants(family: str) -> list[Variant]:
     attentions = ["eager", "sdpa", "triton"]
     if family == "gemma2":  # transformers offers it eager attention only (logit softcap)
         attentions = ["eager", "eager_mha"]
-    elif family != "gpt2":
+    elif family == "falcon":  # it takes no attention function from outside
+        attentions = ["eager", "sdpa"]
+    elif family not in ONE_GROUPING:
         attentions.append("eager_mha")
     if family in WINDOWED:
         attentions += ["sdpa_masked", "sdpa_masked_mha"]
     kinds = [(a, compute) for a in attentions for compute in ("bf16", "fp32", "autocast")]
-    if "sdpa" in attentions and family != "gpt2":
+    if "sdpa" in attentions and family not in ONE_GROUPING:
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
     return [
         Variant(family, attention, compute, checkpointing)
@@ -88,27 +95,56 @@ def _dense_fields(variant: Variant) -> dict[str, Any]:
     }
     if family not in DERIVED_HEAD_DIM:
         fields["head_dim"] = HEAD_DIM
+    if family in ("gpt_neox", "opt", "falcon"):
+        for key in ("num_key_value_heads", "head_dim"):
+            fields.pop(key, None)
     return fields
 
 
-def config_fields(variant: Variant) -> dict[str, Any]:
-    """The Hugging Face config fields of the traced model."""
-    if variant.family == "gpt2":
-        fields: dict[str, Any] = {
-            "vocab_size": PRIMES["vocab"],
+def _own_fields(variant: Variant) -> dict[str, Any]:
+    """The fields that only this family has, or has by other names than Llama's."""
+    experts = {
+        "num_local_experts": PRIMES["experts"],
+        "num_experts_per_tok": PRIMES["top_k"],
+    }
+    own: dict[str, dict[str, Any]] = {
+        "gpt2": {
             "n_embd": HEADS * HEAD_DIM,
             "n_head": HEADS,
             "n_inner": PRIMES["ffn"],
             "n_layer": LAYERS,
             "n_positions": PRIMES["positions"],
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        }
-    else:
-        fields = _dense_fields(variant)
-    fields["tie_word_embeddings"] = False
-    if variant.family == "mixtral":
-        fields["num_local_experts"] = PRIMES["experts"]
-        fields["num_experts_per_tok"] = PRIMES["top_k"]
+        },
+        # Rounded down to the elements of a head that are rotated.
+        "gpt_neox": {"rotary_pct": (ROTARY_DIM + 0.5) / HEAD_DIM},
+        "opt": {
+            "ffn_dim": PRIMES["ffn"],
+            "max_position_embeddings": PRIMES["positions"] - 2,
+            "dropout": 0.0,
+        },
+        # One key-value head for all query heads: the group is all of them.
+        "falcon": {
+            "hidden_size": PRIMES["group"] * HEAD_DIM,
+            "num_attention_heads": PRIMES["group"],
+            "ffn_hidden_size": PRIMES["ffn"],
+        },
+        "mixtral": experts,
+        "qwen3_moe": {
+            "num_experts": PRIMES["experts"],
+            "num_experts_per_tok": PRIMES["top_k"],
+            "moe_intermediate_size": PRIMES["moe_ffn"],
+            "norm_topk_prob": True,
+        },
+    }
+    return own.get(variant.family, {})
+
+
+def config_fields(variant: Variant) -> dict[str, Any]:
+    """The Hugging Face config fields of the traced model."""
+    fields = {} if variant.family == "gpt2" else _dense_fields(variant)
+    fields |= _own_fields(variant)
+    fields |= {"vocab_size": PRIMES["vocab"], "tie_word_embeddings": False}
     if variant.family == "mistral":
         fields["sliding_window"] = None
     if variant.family == "gemma2":
@@ -127,6 +163,8 @@ def build_model(variant: Variant, fake: FakeTensorMode) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             config, attn_implementation=variant.implementation, dtype=dtype
         )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # engines store all in one dtype, routers too
     with fake:
         model.to_empty(device="cpu")
     if variant.checkpointing == "full":

@@ -67,18 +67,20 @@ def fused_sdpa(
     A boolean mask becomes an additive one of the query's dtype and is kept
     (aten/src/ATen/native/transformers/attention.cpp, convert_boolean_attn_mask). No fused kernel
     takes fp32 with grouped heads (cuDNN and flash are 16-bit, memory-efficient has no grouped
-    heads: sdp_utils.cpp), so that case computes and keeps the scores.
+    heads: sdp_utils.cpp), nor fewer key-value heads without `enable_gqa`, as Falcon has them
+    (check_batch_size_and_num_heads_dense): these cases compute and keep the scores.
     """
     query, key, value = _to_autocast(query, key, value)
-    if query.dtype == torch.float32 and query.shape[1] != key.shape[1]:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    is_grouped, enable_gqa = query.shape[1] != key.shape[1], bool(kwargs.get("enable_gqa"))
+    if is_grouped and (query.dtype == torch.float32 or not enable_gqa):
         math = torch.ops.aten._scaled_dot_product_attention_math
         causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
         out: torch.Tensor = math(
-            query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=True
+            query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa
         )[0]
         return out
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     return _fused_attention(query, key, value, attn_mask)
 
 
@@ -106,7 +108,8 @@ FP32_UNDER_CUDA_AUTOCAST = (
 
 def _upcasting(function: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):
+        # A dtype that the caller asks for is left to it (autocast_mode.h, fp32_set_opt_dtype).
+        if torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
             args = tuple(_upcast(a) for a in args)
         return function(*args, **kwargs)
 

@@ -17,21 +17,46 @@ PRIMES: Mapping[str, int] = {
     "group": 17,
     "group_plus_2": 19,  # phi3 fuses Q, K and V into one projection of (group + 2) * kv_heads heads
     "hidden_per_head": 23,
-    "half_head_dim": 29,
+    "half_head_dim": 61,
+    "half_rotary": 29,  # half of the elements of a head that are rotated, where not all are
     "ffn": 31,
     "vocab": 37,
     "top_k": 43,
     "experts": 47,
     "positions": 10007,
+    "moe_ffn": 53,
+    "shared_experts": 59,
+    # DeepSeek-V3 chooses groups of experts first: experts = expert_groups * group_experts.
+    "expert_groups": 71,
+    "group_experts": 83,
+    "chosen_groups": 41,
+    # Latent attention; sums of two widths are sizes of their own.
+    "nope_dim": 79,
+    "qk_dim": 137,  # nope_dim + 2 * half_rotary
+    "value_dim": 67,
+    "half_nope_and_value": 73,
+    "kv_rank": 109,
+    "kv_rank_and_rotary": 167,
+    "q_rank": 113,
 }
 HIDDEN = PRIMES["hidden_per_head"] * PRIMES["kv_heads"] * PRIMES["group"]
 HEAD_DIM = 2 * PRIMES["half_head_dim"]
 HEADS = PRIMES["kv_heads"] * PRIMES["group"]
+ROTARY_DIM = 2 * PRIMES["half_rotary"]
 KNOWN_DIMS: Mapping[int, str] = {
     HIDDEN: "hidden",
     HEAD_DIM: "head_dim",
     HEADS: "heads",
     HEADS * HEAD_DIM: "heads*head_dim",
+    3 * HEADS * HEAD_DIM: "3*heads*head_dim",
+    PRIMES["group"] * HEAD_DIM: "group*head_dim",
+    ROTARY_DIM: "rotary_dim",
+    2 * PRIMES["moe_ffn"]: "2*moe_ffn",
+    PRIMES["expert_groups"] * PRIMES["group_experts"]: "experts",
+    PRIMES["moe_ffn"] * PRIMES["shared_experts"]: "shared_ffn",
+    HEADS * PRIMES["qk_dim"]: "heads*qk_dim",
+    HEADS * PRIMES["value_dim"]: "heads*value_dim",
+    2 * PRIMES["half_nope_and_value"]: "nope_dim+value_dim",
     PRIMES["kv_heads"] * HEAD_DIM: "kv_heads*head_dim",
     PRIMES["batch"] * PRIMES["seq"]: "batch*seq",
     PRIMES["batch"] * PRIMES["seq"] * PRIMES["top_k"]: "batch*seq*top_k",

@@ -103,9 +103,17 @@ def _base_model(model: nn.Module) -> nn.Module:
     return base
 
 
+def _outer_modules(model: nn.Module) -> list[nn.Module]:
+    """Return what surrounds the decoder layers, and their list: OPT has one more module around."""
+    base = _base_model(model)
+    decoder = getattr(base, "decoder", base)
+    assert isinstance(decoder, nn.Module)
+    return list(decoder.children())
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers of a Hugging Face causal language model."""
-    for child in _base_model(model).children():
+    for child in _outer_modules(model):
         if isinstance(child, nn.ModuleList):
             return child
     raise ValueError(f"{type(model).__name__} has no list of decoder layers in its base model")
@@ -118,7 +126,7 @@ def partition_parameters(model: nn.Module) -> list[Members]:
     final norm alone.
     """
     group_of: dict[nn.Module, str] = {}
-    for child in _base_model(model).children():
+    for child in _outer_modules(model):
         if isinstance(child, nn.Embedding):
             group_of[child] = "embedding"
     layers = decoder_layers(model)

@@ -92,6 +92,10 @@ def test_absent_keys_take_the_class_default() -> None:
     assert spec.parameters == 7_241_732_096
 
 
+# Keys that the modules or the class take from a configuration without declaring a field.
+READ_BEYOND_THE_CLASS = (("head_dim", None), ("sliding_window_pattern", 6), ("rotary_pct", 0.25))
+
+
 @pytest.mark.parametrize("family", SUPPORTED_FAMILIES)
 def test_our_table_of_defaults_is_that_of_transformers(family: str) -> None:
     from transformers import AutoConfig
@@ -103,21 +107,28 @@ def test_our_table_of_defaults_is_that_of_transformers(family: str) -> None:
         if own in real:
             assert real[own].default == value, own
         else:
-            assert (own, value) == ("head_dim", None)
+            assert (own, value) in READ_BEYOND_THE_CLASS
 
 
 @pytest.mark.parametrize("family", SUPPORTED_FAMILIES)
 def test_the_spec_s_configuration_is_what_transformers_reads_back(family: str) -> None:
     from transformers import AutoConfig
 
-    config = GPT2 if family == "gpt2" else {**SMALL, "model_type": family}
-    spec = spec_from_config(config, name="mine")
+    spec = spec_from_config(small_config(family), name="mine")
     built = AutoConfig.for_model(**spec.hf_config)
     assert built.num_hidden_layers == spec.num_layers
     assert built.hidden_size == spec.hidden_size
     assert built.vocab_size == spec.vocab_size
     again = spec_from_config(json.loads(built.to_json_string()), name="mine")
     assert (again.parameters, again.sliding_layers) == (spec.parameters, spec.sliding_layers)
+
+
+def small_config(family: str) -> dict[str, Any]:
+    """Return a small configuration of a family."""
+    if family == "gpt2":
+        return GPT2
+    own = {"num_key_value_heads": 4, "num_experts_per_tok": 2} if "deepseek" in family else {}
+    return {**SMALL, "model_type": family, **own}
 
 
 SMALL = {
@@ -324,3 +335,95 @@ def test_any_text_gives_an_object_or_a_plan_error(text: str | bytes) -> None:
         assert isinstance(parse_config_text(text), dict)
     except PlanError as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("opt", "word_embed_proj_dim", 32),
+        ("opt", "do_layer_norm_before", False),
+        ("opt", "enable_bias", False),
+        ("falcon", "alibi", True),
+        ("falcon", "new_decoder_architecture", True),
+        ("falcon", "multi_query", False),
+        ("falcon", "num_ln_in_parallel_attn", 2),
+        ("gpt_neox", "use_parallel_residual", False),
+        ("gpt_neox", "rotary_pct", 0.01),
+        ("gpt_neox", "hidden_act", "gelu_fast"),
+        ("qwen3_moe", "num_experts_per_tok", 129),
+        ("qwen3_moe", "moe_intermediate_size", 0),
+        ("qwen3_moe", "mlp_only_layers", "0"),
+        ("qwen3_moe", "output_router_logits", True),
+        ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}),
+        ("deepseek_v2", "topk_method", "group_limited_greedy"),
+        ("deepseek_v2", "num_experts_per_tok", None),
+        ("deepseek_v2", "moe_layer_freq", 2),
+        ("deepseek_v3", "num_key_value_heads", 2),
+        ("deepseek_v3", "qk_rope_head_dim", 63),
+        ("deepseek_v3", "n_group", 7),
+        ("deepseek_v3", "topk_group", 9),
+        ("deepseek_v3", "n_shared_experts", 0),
+        ("deepseek_v3", "first_k_dense_replace", -1),
+        ("deepseek_v3", "rope_interleave", False),
+    ],
+)
+def test_what_a_family_does_not_model_is_one_sentence(family: str, key: str, value: Any) -> None:
+    error = refusal({**small_config(family), key: value})
+    assert error.field == f"model.config.{key}"
+    assert key in str(error)
+
+
+def test_layers_with_experts_follow_the_family_s_rule() -> None:
+    def layers(family: str, **edits: Any) -> tuple[bool, ...]:
+        return spec_from_config({**small_config(family), **edits}, name="m").expert_layers
+
+    assert layers("llama") == (False,) * 4
+    assert layers("mixtral") == layers("qwen3_moe") == layers("gpt_oss") == (True,) * 4
+    assert layers("qwen3_moe", decoder_sparse_step=2) == (False, True, False, True)
+    assert layers("qwen3_moe", mlp_only_layers=[0, 3]) == (False, True, True, False)
+    assert layers("deepseek_v3") == (False, False, False, True)
+    assert layers("deepseek_v2", first_k_dense_replace=1) == (False, True, True, True)
+
+
+def test_gemma_3_slides_in_five_layers_of_six() -> None:
+    config = {**SMALL, "model_type": "gemma3_text", "num_hidden_layers": 13}
+    spec = spec_from_config(config, name="m")
+    assert [i for i, slides in enumerate(spec.sliding_layers) if not slides] == [5, 11]
+    third = spec_from_config({**config, "sliding_window_pattern": 3}, name="m")
+    assert [i for i, slides in enumerate(third.sliding_layers) if not slides] == [2, 5, 8, 11]
+
+
+def test_the_language_model_inside_gemma_3_is_planned_and_flagged() -> None:
+    # The hub's file of gemma-3-4b-it holds only what differs from the class defaults.
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    spec = spec_from_config(config, name="m")
+    assert (spec.family, spec.parameters) == ("gemma3_text", 3_880_263_168)
+    assert any("vision tower" in flag for flag in spec.flags)
+    assert refusal({"model_type": "gemma3"}).field == "model.config.text_config"
+
+
+def test_the_share_of_a_head_that_gpt_neox_rotates_is_read_in_both_forms() -> None:
+    config = {**SMALL, "model_type": "gpt_neox"}
+    assert spec_from_config(config, name="m").rotary_dim == 4
+    assert spec_from_config({**config, "rotary_pct": 0.5}, name="m").rotary_dim == 8
+    nested = {**config, "rope_parameters": {"partial_rotary_factor": 1.0}}
+    assert spec_from_config(nested, name="m").rotary_dim == 16
+
+
+def test_prediction_layers_that_transformers_does_not_build_are_flagged() -> None:
+    config = {**small_config("deepseek_v3"), "num_nextn_predict_layers": 1}
+    (flag,) = spec_from_config(config, name="m").flags
+    assert "num_nextn_predict_layers" in flag
+
+
+def test_a_new_width_of_opt_keeps_its_embedding_as_wide() -> None:
+    config = {**SMALL, "model_type": "opt", "word_embed_proj_dim": 64}
+    spec = spec_from_config(config, name="m", overrides={"hidden_size": 128})
+    assert spec.hf_config["word_embed_proj_dim"] is None

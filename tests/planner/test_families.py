@@ -12,6 +12,7 @@ from planner.config_input import spec_from_config
 from planner.families import SUPPORTED_FAMILIES, count_parameters, parameter_shapes
 from planner.model import ModelSpec
 from planner.presets import model_presets, resolve_model
+from runners.zero.groups import partition_parameters
 
 SMALL = {
     "vocab_size": 1000,
@@ -21,7 +22,20 @@ SMALL = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
-VARIANTS = [
+NO_GROUPS = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+LATENT = {
+    **NO_GROUPS,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 16,
+    "n_shared_experts": 3,
+}
+VARIANTS: list[dict[str, Any]] = [
     {"model_type": "llama", **SMALL, "attention_bias": True, "mlp_bias": True},
     {"model_type": "llama", **SMALL, "tie_word_embeddings": True, "head_dim": 32},
     {"model_type": "mistral", **SMALL, "head_dim": 48, "sliding_window": 64},
@@ -42,24 +56,56 @@ VARIANTS = [
         "n_positions": 50,
         "tie_word_embeddings": False,
     },
+    {"model_type": "gemma3_text", **SMALL, "attention_bias": True},
+    {"model_type": "gemma3_text", **SMALL, "tie_word_embeddings": False, "head_dim": 32},
+    {"model_type": "gpt_neox", **NO_GROUPS, "attention_bias": False},
+    {"model_type": "gpt_neox", **NO_GROUPS, "tie_word_embeddings": True},
+    {"model_type": "opt", **NO_GROUPS, "max_position_embeddings": 50},
+    {"model_type": "opt", **NO_GROUPS, "tie_word_embeddings": False, "ffn_dim": 100},
+    {"model_type": "falcon", **NO_GROUPS},
+    {"model_type": "falcon", **NO_GROUPS, "ffn_hidden_size": 100, "tie_word_embeddings": False},
+    {"model_type": "qwen3_moe", **SMALL, "num_experts": 9, "moe_intermediate_size": 24},
+    {
+        "model_type": "qwen3_moe",
+        **SMALL,
+        "num_experts": 8,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+    },
+    {"model_type": "gpt_oss", **SMALL, "num_local_experts": 4, "attention_bias": False},
+    {"model_type": "deepseek_v2", **LATENT, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    {"model_type": "deepseek_v2", **LATENT, "num_experts_per_tok": 2, "q_lora_rank": None},
+    {"model_type": "deepseek_v2", **LATENT, "num_experts_per_tok": 2, "mlp_bias": True},
+    {"model_type": "deepseek_v3", **LATENT, "attention_bias": True, "first_k_dense_replace": 2},
 ]
 
 
-def built_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the module that the spec's hf_config builds."""
+Groups = dict[str, list[tuple[str, tuple[int, ...]]]]
+
+
+def built_shapes(spec: ModelSpec) -> Groups:
+    """Return the names and shapes of the module that the spec's hf_config builds, as we group."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config))
-    return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {
+        group.name: [(owners[0].name, shapes[owners[0].name]) for owners in group.owners]
+        for group in partition_parameters(model)
+    }
 
 
-def planned_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the planner's names and shapes, layer after layer, in the order of the module."""
-    shapes = parameter_shapes(spec)
-    layers = [parameter for parameter in shapes if parameter.group == "layer"]
-    named = [(p.name, p.shape) for p in shapes if p.group == "embedding"]
-    for index in range(spec.num_layers):
-        named += [(p.names()[index], p.shape) for p in layers]
-    return named + [(p.name, p.shape) for p in shapes if p.group == "head"]
+def planned_shapes(spec: ModelSpec) -> Groups:
+    """Return the planner's names and shapes by group, each in the order of the module."""
+    names = ["embedding", *(f"layer.{i}" for i in range(spec.num_layers)), "head"]
+    groups: Groups = {name: [] for name in names}
+    for parameter in parameter_shapes(spec):
+        if parameter.layers:
+            for layer, name in zip(parameter.layers, parameter.names(), strict=True):
+                groups[f"layer.{layer}"].append((name, parameter.shape))
+        else:
+            groups[parameter.group].append((parameter.name, parameter.shape))
+    return groups
 
 
 @pytest.mark.parametrize("preset", model_presets(), ids=lambda preset: preset.id)
