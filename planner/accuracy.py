@@ -13,37 +13,21 @@ from typing import Any
 
 import numpy as np
 
+from planner.comparison import MEMORY_QUANTITIES, Comparison, compare, groups_of
+from planner.error_history import history_table
 from planner.errors import PlanError
 from planner.memory.overheads import NCCL_OVERHEAD
-from planner.plan import Plan, parse_plan
+from planner.plan import parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
+from planner.verdict import State, decide
 from planner.workload import TrainingWorkload
 
 SCHEMA = 1
-MEMORY_QUANTITIES = ("allocated", "reserved", "device")
-# The component of the prediction, and its name in a measurement.
-STATE_FIELDS = {
-    "parameters": "parameter_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-}
 DONE = "done"
 OUT_OF_MEMORY = "oom_device"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One quantity predicted and measured, in bytes or seconds."""
-
-    quantity: str
-    predicted: float
-    measured: float
-
-    @property
-    def error_percent(self) -> float:
-        """Signed error relative to the measurement."""
-        return 100 * (self.predicted - self.measured) / self.measured
+FAR_OFF_PERCENT = 10.0
+_INTERVAL_ENDS = ("low_bytes", "high_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +50,17 @@ class Residual:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Today's verdict on one recorded row, and how the row ended."""
+
+    row_id: str
+    role: Role
+    state: State
+    outcome: str
+    groups: Mapping[str, str] = field(hash=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Errors of one quantity over some rows, in percent; `worst` keeps its sign."""
@@ -81,19 +76,48 @@ class Statistics:
 class AccuracyReport:
     """What `peakmark accuracy` prints; the held-out rows are among those of evidence.
 
-    `false_fits`: ids of rows that ran out of memory though the planner says they fit;
-    `false_does_not_fit`: ids of rows that ran though it says they do not. `not_predicted` gives
-    the reason for each training row that today's planner refuses.
+    `judged` holds today's verdict on each row beside how it ended. `not_predicted` gives the reason
+    for each training row that today's planner refuses.
     """
 
     evidence_rows: int
     holdout_rows: int
     calibration_rows: int
     other_rows: int
-    false_fits: tuple[str, ...]
-    false_does_not_fit: tuple[str, ...]
+    judged: tuple[Judged, ...]
     not_predicted: Mapping[str, str] = field(hash=False)
     residuals: tuple[Residual, ...]
+
+    @property
+    def false_fits(self) -> tuple[str, ...]:
+        """Ids of rows that ran out of memory though the planner says they fit."""
+        return self._rows_judged(State.FITS, OUT_OF_MEMORY)
+
+    @property
+    def false_does_not_fit(self) -> tuple[str, ...]:
+        """Ids of rows that ran though the planner says they do not fit."""
+        return self._rows_judged(State.DOES_NOT_FIT, DONE)
+
+    def _rows_judged(self, state: State, outcome: str) -> tuple[str, ...]:
+        return tuple(j.row_id for j in self.judged if (j.state, j.outcome) == (state, outcome))
+
+    def confusion(self) -> dict[str, dict[str, int]]:
+        """Return how many rows of each verdict ran and how many ran out of memory."""
+        return {
+            state.value: {
+                outcome: len(self._rows_judged(state, outcome)) for outcome in (DONE, OUT_OF_MEMORY)
+            }
+            for state in State
+        }
+
+    def far_off(self) -> list[Residual]:
+        """Return the comparisons of bytes that are off by more than FAR_OFF_PERCENT."""
+        return [
+            r
+            for r in self.counted()
+            if r.comparison.quantity in MEMORY_QUANTITIES
+            and abs(r.comparison.error_percent) > FAR_OFF_PERCENT
+        ]
 
     def overall(self) -> dict[str, Statistics]:
         """Return the statistics of each quantity over all rows but those of calibration."""
@@ -105,14 +129,18 @@ class AccuracyReport:
 
     def by_group(self) -> dict[str, dict[str, dict[str, Statistics]]]:
         """Return the statistics by group ("engine"), value ("fsdp2") and quantity."""
-        parted: dict[str, dict[str, list[Residual]]] = defaultdict(lambda: defaultdict(list))
-        for residual in self.counted():
-            for name, value in residual.groups.items():
-                parted[name][value].append(residual)
+        names = {name: None for residual in self.counted() for name in residual.groups}
         return {
-            name: {value: _by_quantity(found) for value, found in sorted(values.items())}
-            for name, values in parted.items()
+            name: {value: found for (value,), found in self.crossed(name).items()} for name in names
         }
+
+    def crossed(self, *names: str) -> dict[tuple[str, ...], dict[str, Statistics]]:
+        """Return the statistics by the values of several groups together, numbers in order."""
+        parted: dict[tuple[str, ...], list[Residual]] = defaultdict(list)
+        for residual in self.counted():
+            parted[tuple(residual.groups[name] for name in names)].append(residual)
+        ordered = sorted(parted, key=lambda values: [_natural(value) for value in values])
+        return {values: _by_quantity(parted[values]) for values in ordered}
 
     def counted(self) -> list[Residual]:
         """Return the comparisons of the rows that no constant was fitted to."""
@@ -131,6 +159,7 @@ class AccuracyReport:
             },
             "quantities": _plain(self.overall()),
             "holdout_quantities": _plain(self.holdout()),
+            "verdicts": self.confusion(),
             "false_fits": list(self.false_fits),
             "false_does_not_fit": list(self.false_does_not_fit),
             "groups": {
@@ -139,6 +168,11 @@ class AccuracyReport:
             },
             "residuals": [residual.to_dict() for residual in self.residuals],
         }
+
+
+def _natural(value: str) -> tuple[int, int, str]:
+    """Sort numbers by size and before words."""
+    return (0, int(value), "") if value.isdigit() else (1, 0, value)
 
 
 def _plain(statistics: Mapping[str, Statistics]) -> dict[str, dict[str, Any]]:
@@ -168,86 +202,12 @@ def summarize(errors_percent: Iterable[float]) -> Statistics:
     )
 
 
-def compare(
-    prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
-) -> list[Comparison]:
-    """Pair a prediction's dictionary with what a run measured, where the world is honest for it.
-
-    On the CPU, where device counters are null, the bytes of the training state are compared.
-    """
-    pairs = _memory_pairs(prediction["memory"], measured, world)
-    if world == "cpu":
-        pairs = _state_pairs(prediction, measured)
-    # A rank alone does not communicate: its step is a whole one only when the plan has one rank.
-    alone = prediction["plan"]["parallelism"]["world_size"] == 1
-    if world == "nccl" or (world == "solo" and alone):
-        pairs.append(
-            ("step_time", prediction["throughput"]["step_time_s"], measured.get("step_time_s"))
-        )
-    return [
-        Comparison(quantity=name, predicted=float(ours), measured=float(seen))
-        for name, ours, seen in pairs
-        if ours is not None and seen
-    ]
-
-
-def _memory_pairs(
-    memory: Mapping[str, Any], measured: Mapping[str, Any], world: str
-) -> list[tuple[str, float | None, float | None]]:
-    """Pair the counters of one rank; ranks that share a GPU see one another's device bytes."""
-    predicted = {name: memory.get(f"{name}_bytes") for name in MEMORY_QUANTITIES}
-    if world == "shared":
-        predicted["device"] = None
-    if world == "solo" and predicted["device"] is not None:
-        # A rank alone has no communicator.
-        predicted["device"] -= sum(
-            row["bytes"] for row in memory.get("overheads", ()) if row["name"] == NCCL_OVERHEAD
-        )
-    return [(name, ours, measured.get(f"{name}_bytes")) for name, ours in predicted.items()]
-
-
-def _state_pairs(
-    prediction: Mapping[str, Any], measured: Mapping[str, Any]
-) -> list[tuple[str, float | None, float | None]]:
-    """Pair the bytes of parameters, gradients and optimizer states as the optimizer step begins."""
-    phases = {phase["name"]: phase["parts"] for phase in prediction["memory"]["phases"]}
-    seen = measured.get("state") or {}
-    return [
-        (f"{component} state", phases["optimizer"].get(component), seen.get(name))
-        for component, name in STATE_FIELDS.items()
-    ]
-
-
-def gpu_name(environment: Mapping[str, Any]) -> str:
-    """Return the name of the GPU that a run had, "none" on the CPU."""
-    gpu = environment.get("gpu")
-    return str(gpu.get("name")) if isinstance(gpu, Mapping) else "none"
-
-
-def groups_of(plan: Plan, workload: TrainingWorkload, row: RecordedRow) -> dict[str, str]:
-    """Return what a row is grouped by: the choices of its plan, its world and its GPU."""
-    parallelism = plan.parallelism
-    return {
-        "job": plan.job.value,
-        "engine": parallelism.engine.value,
-        "stage": str(parallelism.zero_stage),
-        "world size": str(parallelism.world_size),
-        "attention": workload.attention.value,
-        "checkpointing": workload.checkpointing.value,
-        "precision": workload.precision.value,
-        "architecture": plan.model.family,
-        "world": str(row.spec.get("world")),
-        "gpu": gpu_name(row.environment),
-    }
-
-
 @dataclass(slots=True)
 class _Tally:
     """What has been counted so far."""
 
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    false_fits: list[str] = field(default_factory=list)
-    false_does_not_fit: list[str] = field(default_factory=list)
+    judged: list[Judged] = field(default_factory=list)
     not_predicted: dict[str, str] = field(default_factory=dict)
     residuals: list[Residual] = field(default_factory=list)
 
@@ -267,22 +227,29 @@ class _Tally:
             self.counts["other"] += 1
             return
         self.counts[row.role.value] += 1
-        self._judge_verdict(row, prediction["verdict"]["state"])
+        world = str(row.spec.get("world"))
+        groups = groups_of(plan, workload, row, prediction["memory"]["device_bytes"])
+        if row.role is not Role.CALIBRATION and world != "cpu":
+            state = _state_of_run(prediction, world)
+            self.judged.append(Judged(row.id, row.role, state, row.outcome, groups))
         if row.outcome == DONE:
-            groups = groups_of(plan, workload, row)
             self.residuals += [
                 Residual(row_id=row.id, role=row.role, comparison=found, groups=groups)
-                for found in compare(prediction, row.measured, str(row.spec.get("world")))
+                for found in compare(prediction, row.measured, world)
             ]
 
-    def _judge_verdict(self, row: RecordedRow, state: str) -> None:
-        if row.role is Role.CALIBRATION or row.spec.get("world") == "cpu":
-            return
-        refused = state == "does_not_fit"
-        if row.outcome == OUT_OF_MEMORY and not refused:
-            self.false_fits.append(row.id)
-        if row.outcome == DONE and refused:
-            self.false_does_not_fit.append(row.id)
+
+def _state_of_run(prediction: Mapping[str, Any], world: str) -> State:
+    """Return the verdict on what was run: a rank alone holds no communicator."""
+    verdict = prediction["verdict"]
+    if world != "solo":
+        return State(verdict["state"])
+    overheads = prediction["memory"].get("overheads", ())
+    nccl = sum(row["bytes"] for row in overheads if row["name"] == NCCL_OVERHEAD)
+    if not nccl:
+        return State(verdict["state"])
+    low, high = (None if e is None else e - nccl for e in map(verdict.get, _INTERVAL_ENDS))
+    return decide(verdict["needed_bytes"] - nccl, verdict["capacity_bytes"], low, high)
 
 
 def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:
@@ -295,28 +262,66 @@ def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:
         holdout_rows=tally.counts["holdout"],
         calibration_rows=tally.counts["calibration"],
         other_rows=tally.counts["other"],
-        false_fits=tuple(tally.false_fits),
-        false_does_not_fit=tuple(tally.false_does_not_fit),
+        judged=tuple(tally.judged),
         not_predicted=tally.not_predicted,
         residuals=tuple(tally.residuals),
     )
 
 
+def error_history(report: AccuracyReport) -> dict[str, Any]:
+    """Return the table that verdicts rest on, from every row that no constant was fitted to.
+
+    A row counts by its device bytes, by its reserved bytes where it has no device bytes.
+    """
+    by_row: dict[str, Residual] = {}
+    for residual in report.counted():
+        if residual.comparison.quantity in ("reserved", "device"):
+            # Device bytes come after reserved bytes and take their place.
+            by_row[residual.row_id] = residual
+    return history_table(
+        (
+            (found.groups["engine"], found.groups["stage"], found.groups["attention"]),
+            found.comparison.measured / found.comparison.predicted,
+        )
+        for found in by_row.values()
+    )
+
+
 def breaches(report: AccuracyReport, bounds: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each bound of recorded/bounds.json that the report breaks."""
-    found = []
-    for quantity, limits in bounds["quantities"].items():
-        statistics = report.overall().get(quantity)
-        if statistics is None:
-            found.append(f"there is no evidence for {quantity}")
-            continue
-        for name, limit in limits.items():
-            value = abs(getattr(statistics, name))
-            if value > limit:
-                found.append(f"{quantity} {name} is {value:.2f}: the bound is {limit}")
+    found = _quantity_breaches(report.overall(), bounds["quantities"], "")
+    if report.holdout_rows:
+        held = bounds.get("holdout", {}).get("quantities", {})
+        found += _quantity_breaches(report.holdout(), held, "holdout ")
     for name in ("false_fits", "false_does_not_fit"):
         if len(getattr(report, name)) > bounds[name]:
             found.append(f"{name}: {', '.join(getattr(report, name))}")
     if report.not_predicted:
         found.append(f"not predicted: {', '.join(report.not_predicted)}")
     return found
+
+
+def _quantity_breaches(
+    seen: Mapping[str, Statistics], bounds: Mapping[str, Mapping[str, float]], prefix: str
+) -> list[str]:
+    found = []
+    for quantity, limits in bounds.items():
+        statistics = seen.get(quantity)
+        if statistics is None:
+            found.append(f"there is no evidence for {prefix}{quantity}")
+            continue
+        for name, limit in limits.items():
+            value = abs(getattr(statistics, name))
+            if value > limit:
+                found.append(f"{prefix}{quantity} {name} is {value:.2f}: the bound is {limit}")
+    return found
+
+
+def unexplained(report: AccuracyReport, explanations: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each row far off that recorded/explanations.json says nothing of."""
+    return [
+        f"{residual.row_id}: {residual.comparison.quantity} is off by "
+        f"{residual.comparison.error_percent:+.1f} % and not explained"
+        for residual in report.far_off()
+        if not explanations.get(residual.row_id, "").strip()
+    ]

@@ -10,10 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.checks import check_integer
+from planner.error_history import ratios_by_stage
 from planner.errors import PlanError
-from planner.memory.training import plan_segment_share, training_grid, training_memory
+from planner.memory.overheads import outside_bytes
+from planner.memory.parallel import is_split
+from planner.memory.stages import step_grid, step_memory, step_segment_share
 from planner.obstacles import check_parallelism, check_training
 from planner.plan import MAX_COUNT, MAX_TOKENS_PER_SEQUENCE, Plan
+from planner.splits import check_splits
 from planner.throughput import training_speed_grid
 from planner.verdict import judge_grid
 from planner.workload import TrainingWorkload
@@ -67,6 +71,8 @@ def _checked_axes(
         check_parallelism(replace(plan.parallelism, zero_stage=stage))
     for length in axes["sequence_length"]:
         check_training(plan.model, replace(workload, sequence_length=length), plan.parallelism)
+    for world_size in axes["world_size"]:
+        check_splits(plan.model, workload, replace(plan.parallelism, world_size=world_size))
     return axes
 
 
@@ -82,7 +88,7 @@ def _replay_points(
         parallelism = replace(
             plan.parallelism, zero_stage=at.pop("zero_stage"), world_size=at.pop("world_size")
         )
-        point = training_memory(plan.model, replace(workload, **at), parallelism, plan.hardware)
+        point = step_memory(plan.model, replace(workload, **at), parallelism, plan.hardware).worst
         memory["allocated_bytes"][place] = point.allocated_bytes
         memory["reserved_bytes"][place] = point.overheads.reserved_bytes
         memory["device_bytes"][place] = point.overheads.device_bytes
@@ -116,29 +122,42 @@ def grid(
     )
     lists = [(own,) if values is None else values for values, own in given]
     axes = _checked_axes(plan, workload, lists)
-    engine = plan.parallelism.engine
-    memory = training_grid(
+    memory = step_grid(
         plan.model,
         workload,
-        engine,
-        axes["zero_stage"],
-        axes["world_size"],
-        axes["micro_batch"],
-        axes["sequence_length"],
-        plan.hardware,
-        plan_segment_share(plan.model, workload, plan.parallelism, plan.hardware),
+        plan.parallelism,
+        zero_stages=axes["zero_stage"],
+        world_sizes=axes["world_size"],
+        micro_batches=axes["micro_batch"],
+        sequence_lengths=axes["sequence_length"],
+        hardware=plan.hardware,
+        segment_share=step_segment_share(plan.model, workload, plan.parallelism, plan.hardware),
     )
     if replay:
         _replay_points(plan, workload, axes, memory)
     speed = training_speed_grid(
         plan.model,
         workload,
-        engine,
+        plan.parallelism,
         plan.hardware,
         zero_stages=axes["zero_stage"],
         world_sizes=axes["world_size"],
         micro_batches=axes["micro_batch"],
         sequence_lengths=axes["sequence_length"],
     )
-    states = judge_grid(memory["device_bytes"], plan.hardware.visible_bytes)
+    states = _states(plan, workload, axes, memory["device_bytes"])
     return Grid(axes=axes, values={**memory, "verdict": states, **speed})
+
+
+def _states(
+    plan: Plan, workload: TrainingWorkload, axes: Mapping[str, Sequence[int]], device: NDArray[Any]
+) -> NDArray[np.str_]:
+    """Return every point's verdict, each from the history of its own engine and stage."""
+    engine, capacity_bytes = plan.parallelism.engine, plan.hardware.visible_bytes
+    ratios = ratios_by_stage(str(engine), axes["zero_stage"], str(workload.attention))
+    if ratios is None or is_split(plan.parallelism):
+        return judge_grid(device, capacity_bytes)
+    ranks = np.array(axes["world_size"], dtype=np.int64)[:, None, None]
+    doubt = outside_bytes(workload, engine, ranks, plan.hardware).doubt_bytes
+    low, high = (bounds[:, None, None, None] for bounds in ratios)
+    return judge_grid(device, capacity_bytes, device * low - doubt, device * high + doubt)

@@ -14,7 +14,7 @@ def comparison_rows(
     prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
 ) -> list[dict[str, Any]]:
     """Return quantity, predicted, measured and error in percent, where the world is honest."""
-    from planner.accuracy import compare
+    from planner.comparison import compare
 
     return [
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.accuracy import compare
+from planner.comparison import compare
 
 
 def comparison_rows(

@@ -10,6 +10,7 @@ import streamlit as st
 from app.charts.style import size_text, words
 from app.components.figure import metric_row
 from app.state import DEFAULTS, values_of_plan
+from planner.error_history import Interval
 from planner.units import format_count, format_seconds
 from planner.verdict import verdict_sentence
 
@@ -45,7 +46,16 @@ def sentence_in(verdict: Mapping[str, Any], unit: str) -> str:
     state, needed, capacity = (
         verdict[name] for name in ("state", "needed_bytes", "capacity_bytes")
     )
-    return verdict_sentence(state, needed, capacity, lambda size: size_text(size, unit))
+    return verdict_sentence(
+        state, needed, capacity, interval_of(verdict), lambda size: size_text(size, unit)
+    )
+
+
+def interval_of(verdict: Mapping[str, Any]) -> Interval | None:
+    """Return a verdict's interval; None where nothing like the plan was measured."""
+    if verdict.get("basis") is None:
+        return None
+    return Interval(**{name: verdict[name] for name in Interval.__dataclass_fields__})
 
 
 def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:

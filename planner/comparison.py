@@ -1,0 +1,152 @@
+"""One measurement beside today's prediction: which counters compare, and what groups it is in.
+
+Error in percent: 100 x (predicted - measured) / measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.memory.overheads import NCCL_OVERHEAD
+from planner.plan import Plan
+from planner.records import RecordedRow
+from planner.workload import Parallelism, TrainingWorkload
+
+MEMORY_QUANTITIES = ("allocated", "reserved", "device")
+# The component of the prediction, and its name in a measurement.
+STATE_FIELDS = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+}
+# From this share of the GPU on, a plan is reported among those that nearly fill it.
+NEARLY_FULL = 0.85
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One quantity predicted and measured, in bytes or seconds."""
+
+    quantity: str
+    predicted: float
+    measured: float
+
+    @property
+    def error_percent(self) -> float:
+        """Signed error relative to the measurement."""
+        return 100 * (self.predicted - self.measured) / self.measured
+
+
+def compare(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
+) -> list[Comparison]:
+    """Pair a prediction's dictionary with what a run measured, where the world is honest for it.
+
+    On the CPU, where device counters are null, the bytes of the training state are compared.
+    """
+    pairs = _memory_pairs(prediction["memory"], measured, world)
+    if world == "cpu":
+        pairs = _state_pairs(prediction, measured)
+    # A rank alone does not communicate: its step is a whole one only when the plan has one rank.
+    alone = prediction["plan"]["parallelism"]["world_size"] == 1
+    if world == "nccl" or (world == "solo" and alone):
+        pairs.append(
+            ("step_time", prediction["throughput"]["step_time_s"], measured.get("step_time_s"))
+        )
+    return [
+        Comparison(quantity=name, predicted=float(ours), measured=float(seen))
+        for name, ours, seen in pairs
+        if ours is not None and seen
+    ]
+
+
+def _memory_pairs(
+    memory: Mapping[str, Any], measured: Mapping[str, Any], world: str
+) -> list[tuple[str, float | None, float | None]]:
+    """Pair the counters of one rank; ranks that share a GPU see one another's device bytes."""
+    predicted = {name: memory.get(f"{name}_bytes") for name in MEMORY_QUANTITIES}
+    if world == "shared":
+        predicted["device"] = None
+    if world == "solo" and predicted["device"] is not None:
+        # A rank alone has no communicator.
+        predicted["device"] -= sum(
+            row["bytes"] for row in memory.get("overheads", ()) if row["name"] == NCCL_OVERHEAD
+        )
+    return [(name, ours, measured.get(f"{name}_bytes")) for name, ours in predicted.items()]
+
+
+def _state_pairs(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any]
+) -> list[tuple[str, float | None, float | None]]:
+    """Pair the bytes of parameters, gradients and optimizer states as the optimizer step begins."""
+    phases = {phase["name"]: phase["parts"] for phase in prediction["memory"]["phases"]}
+    seen = measured.get("state") or {}
+    return [
+        (f"{component} state", phases["optimizer"].get(component), seen.get(name))
+        for component, name in STATE_FIELDS.items()
+    ]
+
+
+def gpu_name(environment: Mapping[str, Any]) -> str:
+    """Return the name of the GPU that a run had, "none" on the CPU."""
+    gpu = environment.get("gpu")
+    return str(gpu.get("name")) if isinstance(gpu, Mapping) else "none"
+
+
+def groups_of(
+    plan: Plan, workload: TrainingWorkload, row: RecordedRow, device_bytes: int
+) -> dict[str, str]:
+    """Return what a row is grouped by: the choices of its plan, its world and its GPU."""
+    parallelism = plan.parallelism
+    filled = device_bytes / plan.hardware.visible_bytes
+    return {
+        "job": plan.job.value,
+        "engine": parallelism.engine.value,
+        "stage": str(parallelism.zero_stage),
+        "world size": str(parallelism.world_size),
+        "attention": workload.attention.value,
+        "checkpointing": _checkpointing(workload),
+        "precision": workload.precision.value,
+        "optimizer": workload.optimizer.value,
+        "loss": workload.loss.value,
+        "accumulation": _accumulation(workload),
+        "LoRA": _adapters(workload),
+        "variant": _variant(workload, parallelism),
+        "architecture": plan.model.family,
+        "world": str(row.spec.get("world")),
+        "gpu": gpu_name(row.environment),
+        "GPU filled": "85 % or more" if filled >= NEARLY_FULL else "less than 85 %",
+    }
+
+
+def _checkpointing(workload: TrainingWorkload) -> str:
+    every = workload.checkpoint_every
+    return workload.checkpointing.value + (f", every {every}" if every > 1 else "")
+
+
+def _accumulation(workload: TrainingWorkload) -> str:
+    if workload.grad_accumulation == 1:
+        return "none"
+    return "reduced each time" if workload.sync_each_micro_batch else "reduced at the end"
+
+
+def _adapters(workload: TrainingWorkload) -> str:
+    if not workload.lora_rank:
+        return "none"
+    return f"{workload.lora_targets}, base {workload.base_dtype}".replace("_", " ")
+
+
+def _variant(workload: TrainingWorkload, parallelism: Parallelism) -> str:
+    """Name whatever else is unusual, "none" for nothing."""
+    named = [
+        ("frozen layers", workload.frozen_layers),
+        ("packed", workload.packed),
+        ("expandable segments", workload.expandable_segments),
+        ("tensor parallel", parallelism.tensor_parallel > 1),
+        ("pipeline parallel", parallelism.pipeline_parallel > 1),
+        ("context parallel", parallelism.context_parallel > 1),
+        ("expert parallel", parallelism.expert_parallel > 1),
+    ]
+    return ", ".join(name for name, is_used in named if is_used) or "none"

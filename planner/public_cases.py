@@ -1,0 +1,147 @@
+"""What others measured: public reports of training runs, as plans beside what was seen.
+
+The file (recorded/public/training.json) holds `cases` and `left_out` (reason -> ids of reports). A
+case names its source, a plan, the counter that was read and either the bytes seen (one number, or
+[low, high]) or the outcome, and in `note` what the report leaves open. Several cases may come from
+one report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import PlanError
+from planner.plan import parse_plan
+from planner.predict import predict
+from planner.units import format_bytes
+
+COUNTERS = ("allocated", "reserved", "device", "outcome")
+OUTCOMES = ("ran", "out of memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicCase:
+    """One published measurement: bytes between `low_bytes` and `high_bytes`, or an outcome."""
+
+    id: str
+    report: str
+    source: str
+    label: str
+    plan: Mapping[str, Any] = field(hash=False)
+    counter: str
+    low_bytes: int | None
+    high_bytes: int | None
+    outcome: str | None
+    note: str
+
+    @property
+    def measured_text(self) -> str:
+        """What was seen, for a table."""
+        if self.low_bytes is None or self.high_bytes is None:
+            return str(self.outcome)
+        low = format_bytes(self.low_bytes)
+        same = self.low_bytes == self.high_bytes
+        return low if same else f"{low} to {format_bytes(self.high_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Today's prediction for a case: bytes of its counter and verdict, or why there is none."""
+
+    case: PublicCase
+    predicted_bytes: int | None
+    state: str | None
+    refusal: str | None
+
+    @property
+    def error_percent(self) -> float | None:
+        """Signed error against the nearest published value; 0 inside a published range."""
+        low, high = self.case.low_bytes, self.case.high_bytes
+        if self.predicted_bytes is None or low is None or high is None:
+            return None
+        nearest = min(max(self.predicted_bytes, low), high)
+        return 100 * (self.predicted_bytes - nearest) / nearest
+
+    @property
+    def predicted_text(self) -> str:
+        """What is predicted, for a table."""
+        if self.predicted_bytes is None or self.state is None:
+            return "-"
+        size = format_bytes(self.predicted_bytes)
+        return f"{self.state.replace('_', ' ')}, {size}" if self.case.outcome else size
+
+    @property
+    def error_text(self) -> str:
+        """The error, or whether the verdict is right, for a table."""
+        if self.state is None:
+            return "-"
+        if self.case.outcome is None:
+            return f"{self.error_percent:+.1f} %"
+        if self.state == "tight":
+            return "open"
+        is_right = (self.state == "does_not_fit") == (self.case.outcome == "out of memory")
+        return "right" if is_right else "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class PublicCases:
+    """The cases of a file, and the reports that no case was made of, by reason."""
+
+    cases: tuple[PublicCase, ...]
+    left_out: Mapping[str, tuple[str, ...]] = field(hash=False)
+
+    @property
+    def num_reports(self) -> int:
+        """How many reports gave at least one case."""
+        return len({case.report for case in self.cases})
+
+    def answers(self) -> Iterator[Answer]:
+        """Predict for each case."""
+        return (answer(case) for case in self.cases)
+
+
+def answer(case: PublicCase) -> Answer:
+    """Predict for one case; a plan that is refused gives the reason instead."""
+    try:
+        prediction = predict(parse_plan(case.plan)).to_dict()
+    except PlanError as error:
+        return Answer(case=case, predicted_bytes=None, state=None, refusal=str(error))
+    counter = "device" if case.counter == "outcome" else case.counter
+    return Answer(
+        case=case,
+        predicted_bytes=prediction["memory"][f"{counter}_bytes"],
+        state=prediction["verdict"]["state"],
+        refusal=None,
+    )
+
+
+def read_cases(path: Path) -> PublicCases:
+    """Read a file of public cases; raises ValueError naming a case without a measurement."""
+    data = json.loads(path.read_text())
+    cases = tuple(_case(row) for row in data["cases"])
+    return PublicCases(cases, {reason: tuple(ids) for reason, ids in data["left_out"].items()})
+
+
+def _case(row: Mapping[str, Any]) -> PublicCase:
+    low, high = row.get("bytes", (None, None))
+    is_outcome = row["counter"] == "outcome"
+    if row["counter"] not in COUNTERS or is_outcome != (row.get("outcome") in OUTCOMES):
+        raise ValueError(f"public case {row['id']}: counter and measurement do not belong together")
+    if not is_outcome and not (low and high and low <= high):
+        raise ValueError(f"public case {row['id']}: bytes must be [low, high]")
+    return PublicCase(
+        id=row["id"],
+        report=row["report"],
+        source=row["source"],
+        label=row["label"],
+        plan=row["plan"],
+        counter=row["counter"],
+        low_bytes=low,
+        high_bytes=high,
+        outcome=row.get("outcome"),
+        note=row["note"],
+    )

@@ -1,0 +1,99 @@
+"""The interval around a prediction: order statistics worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner import error_history
+from planner.error_history import history_table, interval_around, ratios_by_stage, ratios_for
+
+SDPA = ("peakmark", "3", "sdpa")
+EAGER = ("peakmark", "3", "eager")
+OTHER = ("fsdp2", "3", "sdpa")
+
+
+def _table(*plans: tuple[tuple[str, str, str], float]) -> dict[str, Any]:
+    groups: dict[str, Any] = history_table(plans)["groups"]
+    return groups
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A history of 39 ratios of one kind of plan, 2 of another and 1 of another engine."""
+    many = [(SDPA, 0.90 + 0.01 * index) for index in range(39)]
+    groups = _table(*many, (EAGER, 1.0), (EAGER, 1.01), (OTHER, 1.5))
+    monkeypatch.setattr(error_history, "_groups", lambda: groups)
+    yield groups
+
+
+def test_order_statistics_of_39_ratios() -> None:
+    # 5 % of n + 1 = 40 is 2: the second smallest and the second largest.
+    found = _table(*((SDPA, 0.90 + 0.01 * index) for index in range(39)))
+    assert found["peakmark/3/sdpa"] == {"n": 39, "low": 0.91, "high": 1.27}
+    assert found["extremes"] == {"n": 39, "low": 0.90, "high": 1.28}
+
+
+def test_nineteen_ratios_give_their_extremes() -> None:
+    found = _table(*((SDPA, 0.95 + 0.01 * index) for index in range(19)))
+    assert found["peakmark/3/sdpa"] == {"n": 19, "low": 0.95, "high": 1.13}
+
+
+def test_a_short_history_is_no_narrower_than_that_of_its_engine() -> None:
+    plans = [(SDPA, 0.90 + 0.01 * index) for index in range(19)]
+    found = _table(*plans, (EAGER, 1.0))
+    assert found["peakmark/3/eager"] == {"n": 1, "low": 0.9, "high": 1.08}
+    wide = _table(*plans, (EAGER, 1.3))
+    assert wide["peakmark/3/eager"]["high"] == 1.3
+
+
+def test_a_prediction_lies_in_its_own_interval() -> None:
+    found = _table(*((SDPA, 1.1) for _ in range(30)))
+    assert found["peakmark/3/sdpa"] == {"n": 30, "low": 1.0, "high": 1.1}
+
+
+def test_where_the_bounds_come_from_is_said(history: dict[str, Any]) -> None:
+    enough, few, lonely, unknown = (
+        ratios_for(*plan)
+        for plan in (
+            ("peakmark", 3, "sdpa"),
+            ("peakmark", 3, "eager"),
+            ("fsdp2", 2, "sdpa"),
+            ("deepspeed", 3, "sdpa"),
+        )
+    )
+    assert enough and few and lonely and unknown
+    assert (enough.measurements, enough.basis) == (39, "plans like it (peakmark, stage 3, sdpa)")
+    assert (few.measurements, few.basis) == (
+        41,
+        "plans of its engine (peakmark), 2 of them like it",
+    )
+    assert (lonely.measurements, lonely.basis) == (42, "all plans, 1 of them of its engine")
+    # Nothing of its engine: the worst of all that was seen.
+    assert (unknown.measurements, unknown.low, unknown.high) == (42, 0.9, 1.5)
+
+
+def test_doubt_widens_both_ends(history: dict[str, Any]) -> None:
+    found = interval_around(1000, "peakmark", 3, "sdpa", 50)
+    assert found is not None
+    assert (found.low_bytes, found.high_bytes) == (860, 1320)
+
+
+def test_bounds_by_stage_are_those_of_single_plans(history: dict[str, Any]) -> None:
+    found = ratios_by_stage("peakmark", (3, 2), "sdpa")
+    assert found is not None
+    singles = [ratios_for("peakmark", stage, "sdpa") for stage in (3, 2)]
+    assert np.array_equal(found[0], [single.low for single in singles if single])
+    assert np.array_equal(found[1], [single.high for single in singles if single])
+
+
+def test_no_history_gives_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_history, "_groups", dict)
+    assert ratios_for("peakmark", 3, "sdpa") is None
+    assert interval_around(1000, "peakmark", 3, "sdpa", 0) is None
+    assert ratios_by_stage("peakmark", (2, 3), "sdpa") is None
+    assert json.loads(json.dumps(history_table([])))["groups"] == {}
