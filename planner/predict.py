@@ -7,8 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.decode import decode_throughput
+from planner.error_history import Interval, interval_around
 from planner.families import parameter_shapes
-from planner.memory.training import attention_notes, training_memory
+from planner.memory.overheads import outside_bytes
+from planner.memory.parallel import is_split
+from planner.memory.stages import step_memory
+from planner.memory.training import attention_notes
 from planner.model import ModelSpec
 from planner.plan import Plan
 from planner.serving import serving_memory
@@ -82,23 +86,34 @@ def _length_notes(spec: ModelSpec, length: int) -> list[str]:
     return [f"{length:,} tokens are more than the {spec.max_positions:,} the model is made for."]
 
 
+def _interval(plan: Plan, workload: TrainingWorkload, device_bytes: int) -> Interval | None:
+    """Return where the history of plans like this one puts the measurement."""
+    engine, ranks = plan.parallelism.engine, plan.parallelism.world_size
+    outside = outside_bytes(workload, engine, ranks, plan.hardware)
+    stage, attention = plan.parallelism.zero_stage, str(workload.attention)
+    return interval_around(device_bytes, str(engine), stage, attention, outside.doubt_bytes)
+
+
 def _predict_training(
     plan: Plan, workload: TrainingWorkload, segment_share: float | None
 ) -> Prediction:
-    memory = training_memory(
-        plan.model, workload, plan.parallelism, plan.hardware, segment_share
-    ).to_dict()
+    step = step_memory(plan.model, workload, plan.parallelism, plan.hardware, segment_share)
+    memory = step.to_dict()
     speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware)
+    # No plan that splits the model was measured, so history says nothing of one.
+    unknown = is_split(plan.parallelism)
+    interval = None if unknown else _interval(plan, workload, memory["device_bytes"])
     return Prediction(
         plan=plan,
         memory=memory,
-        verdict=judge(memory["device_bytes"], plan.hardware.visible_bytes),
+        verdict=judge(memory["device_bytes"], plan.hardware.visible_bytes, interval),
         throughput=speed,
         serving=None,
         notes=(
             *plan.model.flags,
             *_length_notes(plan.model, workload.sequence_length),
             *attention_notes(plan.model, workload),
+            *step.notes(),
             *speed.notes,
             SPEED_IS_A_BOUND,
         ),
