@@ -7,6 +7,8 @@ from typing import Any
 
 import psutil
 
+from planner.errors import PlanError
+from planner.memory.parallel import is_split
 from planner.plan import Plan
 
 WORLDS = ("nccl", "shared", "solo", "cpu")
@@ -21,8 +23,29 @@ def choose_world(plan: Plan, num_gpus: int) -> str:
     return "nccl" if num_gpus >= plan.parallelism.world_size else "solo"
 
 
+def unprovable(plan: Plan) -> str | None:
+    """Return why no run can prove a plan, in one sentence; None where one can."""
+    if not is_split(plan.parallelism):
+        return None
+    return (
+        "This plan splits the model over GPUs (tensor, pipeline, context or expert parallel): no "
+        "engine here runs that, so it is planned, not proven."
+    )
+
+
+def check_provable(plan: Plan) -> None:
+    """Raise PlanError for a plan that no run can prove."""
+    reason = unprovable(plan)
+    if reason is not None:
+        raise PlanError("parallelism", None, "a plan that splits no model", sentence=reason)
+
+
 def job_spec(plan: Plan, world: str, *, deadline_s: float = 1800.0) -> dict[str, Any]:
-    """Return the job spec that proves a training plan in `world` (schema of the runners)."""
+    """Return the job spec that proves a training plan in `world` (schema of the runners).
+
+    Raises PlanError for a plan that no run can prove.
+    """
+    check_provable(plan)
     return {
         "schema": 1,
         "kind": "train_step",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from planner.errors import PlanError
+from planner.errors import PlanError, describe_value
 from planner.memory.templates import has_templates
 from planner.model import ModelSpec
+from planner.splits import check_splits
 from planner.variants import check_variants
 from planner.workload import Attention, Engine, Parallelism, TrainingWorkload, flat_dict
 
@@ -76,9 +77,14 @@ def _check_built(workload: TrainingWorkload, parallelism: Parallelism) -> None:
         default = flat_dict(type(values)())
         for key, value in flat_dict(values).items():
             if key in _NOT_BUILT_FIELDS and value != default[key]:
-                raise PlanError(f"{name}.{key}", value, f"{default[key]!r} in this version")
+                raise _not_built(f"{name}.{key}", value, f"only {default[key]!r} is")
             if value in _NOT_BUILT_VALUES:
-                raise PlanError(f"{name}.{key}", value, "another choice in this version")
+                raise _not_built(f"{name}.{key}", value, "choose another")
+
+
+def _not_built(field: str, value: object, allowed: str) -> PlanError:
+    sentence = f"{field} {describe_value(value)} is not predicted in this version: {allowed}."
+    return PlanError(field, value, allowed, sentence=sentence)
 
 
 _NOT_BUILT_FIELDS = frozenset(
@@ -92,11 +98,6 @@ _NOT_BUILT_FIELDS = frozenset(
         "frozen_layers",
         "packed",
         "expandable_segments",
-        "tensor_parallel",
-        "sequence_parallel",
-        "pipeline_parallel",
-        "context_parallel",
-        "expert_parallel",
     )
 )
 _NOT_BUILT_VALUES = frozenset(("selective", "ddp", "zero_redundancy", "deepspeed"))
@@ -120,3 +121,4 @@ def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     _check_traced(model)
     check_length(model, "workload.sequence_length", workload.sequence_length)
     _check_attention(model, workload)
+    check_splits(model, workload, parallelism)

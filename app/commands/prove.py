@@ -82,11 +82,21 @@ def submit(database: Database, plan: Plan, world: str | None, deadline_s: float)
 
 
 def require_world(plan: Plan, prediction: dict[str, Any], world: str | None) -> str:
-    """Return the world to run in; raises InputError when it does not exist or cannot hold it."""
-    from app.proof import WORLDS, choose_world, host_memory_free_bytes, host_memory_needed_bytes
+    """Return the world to run in; raises InputError when it does not exist or cannot hold it.
+
+    Raises PlanError for a plan that no run can prove.
+    """
+    from app.proof import (
+        WORLDS,
+        check_provable,
+        choose_world,
+        host_memory_free_bytes,
+        host_memory_needed_bytes,
+    )
     from planner.attached import attached_gpus
     from planner.units import format_bytes
 
+    check_provable(plan)
     num_gpus = len(attached_gpus().gpus)
     chosen = world or choose_world(plan, num_gpus)
     if chosen not in WORLDS:

@@ -10,7 +10,7 @@ import streamlit as st
 
 from app import services
 from app.charts.style import size_text
-from app.proof import host_memory_free_bytes, host_memory_needed_bytes
+from app.proof import host_memory_free_bytes, host_memory_needed_bytes, unprovable
 from planner.plan import Plan
 
 WORLD_HELP = (
@@ -25,6 +25,10 @@ PROOF_KEY = "proof_key"
 
 def show_proof_box(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
     """Draw the choice of world and the button that starts the real run."""
+    reason = unprovable(plan)
+    if reason is not None:
+        st.caption(reason)
+        return
     gpus = len(services.attached())
     worlds = possible_worlds(gpus, plan.parallelism.world_size)
     with st.container(border=True, key="proof"):

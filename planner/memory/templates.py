@@ -28,6 +28,7 @@ from planner.memory.sections import (
     extent,
 )
 from planner.model import ModelSpec
+from planner.rank import RankSpec
 
 Floats = npt.NDArray[np.float64]
 
@@ -169,7 +170,7 @@ def monomial_values(
     one = np.ones(np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length)))
     rows = []
     for monomial in monomials:
-        value: Any = 1.0
+        value: Any = spec.share_of(monomial) if isinstance(spec, RankSpec) else 1.0
         for name in filter(None, monomial.split("*")):
             value = value * sizes[name]
         rows.append(value * one)

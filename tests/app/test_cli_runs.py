@@ -243,6 +243,7 @@ def test_a_run_whose_worker_vanished_gets_a_worker_that_says_so(
         (("--world", "moon"), "nccl, shared, solo, cpu"),
         (("--world", "solo"), "none is attached"),
         (("--model", "llama-3.1-405b", "--world", "cpu"), "this machine can give"),
+        (("--tensor-parallel", "2"), "it is planned, not proven"),
     ],
 )
 def test_what_cannot_run_here_is_refused_before_it_is_queued(
