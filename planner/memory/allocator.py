@@ -4,7 +4,13 @@ Rules of c10/cuda/CUDACachingAllocator.cpp (torch 2.11), default settings: reque
 512 B; up to 1 MiB they come from 2 MiB segments, below 10 MiB from 20 MiB segments, and from 10 MiB
 on from segments of their own in steps of 2 MiB. A request takes the smallest free block of its
 stream and pool that holds it. A block is split when 512 B (small pool) or more than 1 MiB (large
-pool) would be left; otherwise the whole block counts as allocated. Freed neighbours merge.
+pool) would be left; otherwise the whole block counts as allocated. Freed neighbours merge. Where
+the driver has no room for a segment, all segments without a tensor are given back and it is asked
+again.
+
+Of free blocks of one size the one at the lowest address is taken, so addresses matter. The driver
+gives them from the top down in chunks of 32 MiB, and lets a segment that fits into the end of a
+chunk have it, the lowest such end first (read from allocator snapshots on an H200, driver 580).
 """
 
 from __future__ import annotations
@@ -19,8 +25,12 @@ SMALL_SEGMENT_BYTES = 2 * MIB_BYTES
 LARGE_REQUEST_BYTES = 10 * MIB_BYTES
 LARGE_SEGMENT_BYTES = 20 * MIB_BYTES
 SEGMENT_STEP_BYTES = 2 * MIB_BYTES
-# Keeps segments apart, so that blocks of two segments are never neighbours.
-_GAP_BYTES = 1 << 60
+_CHUNK_BYTES = 32 * MIB_BYTES
+_TOP_ADDRESS = 1 << 47
+
+
+class ReplayedOutOfMemoryError(Exception):
+    """A segment that the capacity has no room for, even with all cached segments given back."""
 
 
 class _Block:
@@ -38,13 +48,17 @@ class _Block:
 class CachingAllocator:
     """Counts allocated and reserved bytes, and their peaks, as torch's allocator does."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int | None = None) -> None:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        self._capacity_bytes = capacity_bytes
         self._pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}
         self._free: dict[int, _Block] = {}
-        self._next_address = 0
+        self._next_address = _TOP_ADDRESS
+        self._chunk_ends: list[tuple[int, int]] = []
 
     def reset_peak(self) -> None:
         """Start a new peak at what is allocated now."""
@@ -89,9 +103,38 @@ class CachingAllocator:
             segment = LARGE_SEGMENT_BYTES
         else:
             segment = -(-size // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
+        if not self._has_room(segment):
+            self._give_back_segments()
+            self.num_retries += 1
+            if not self._has_room(segment):
+                raise ReplayedOutOfMemoryError
         self.reserved_bytes += segment
-        self._next_address += _GAP_BYTES
-        return _Block(self._next_address, segment, pool)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return _Block(self._place(segment), segment, pool)
+
+    def _has_room(self, segment: int) -> bool:
+        return self._capacity_bytes is None or self.reserved_bytes + segment <= self._capacity_bytes
+
+    def _give_back_segments(self) -> None:
+        for block in list(self._free.values()):
+            if block.preceding is None and block.following is None:
+                self._take(block)
+                self.reserved_bytes -= block.size_bytes
+                insort(self._chunk_ends, (block.address, block.size_bytes))
+
+    def _place(self, segment: int) -> int:
+        """The address of a new segment."""
+        for index, (address, size) in enumerate(self._chunk_ends):
+            if size >= segment:
+                self._chunk_ends[index : index + 1] = (
+                    [(address + segment, size - segment)] if size > segment else []
+                )
+                return address
+        chunk = -(-segment // _CHUNK_BYTES) * _CHUNK_BYTES
+        self._next_address -= chunk
+        if chunk > segment:
+            self._chunk_ends.insert(0, (self._next_address + segment, chunk - segment))
+        return self._next_address
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(block.address + size, block.size_bytes - size, block.pool)

@@ -34,8 +34,8 @@ Blocks = list[Any]
 class Memory:
     """A caching allocator whose blocks are held under keys."""
 
-    def __init__(self) -> None:
-        self.allocator = CachingAllocator()
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.allocator = CachingAllocator(capacity_bytes)
         self._held: dict[Any, Any] = {}
 
     def take(self, key: Any, size_bytes: int, stream: int = 0) -> None:
@@ -67,6 +67,9 @@ class EngineReplay(Protocol):
     def first_gradient(self, group: int, layer: int) -> None:
         """A parameter group's first gradient has arrived (an index of FLAT_GROUPS)."""
 
+    def first_backward_product(self) -> None:
+        """The first matrix product of a backward has its result."""
+
     def after(self, section: str, layer: int, gradients: Blocks) -> None:
         """Reduce and free; `gradients` are the blocks that autograd left as gradients."""
 
@@ -76,10 +79,14 @@ class EngineReplay(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Peak of the last step, and segments held at the end, in bytes."""
+    """Peak of the last step, and the most that segments held, in bytes.
+
+    `num_retries` counts how often all cached segments had to be given back for a new one.
+    """
 
     allocated_bytes: int
     reserved_bytes: int
+    num_retries: int = 0
 
 
 class ModelReplay:
@@ -106,6 +113,7 @@ class ModelReplay:
             _weight_gradient(steps, "loss_backward") if spec.tie_word_embeddings else -1
         )
         self._joining_row = _weight_gradient(steps, "embed_backward")
+        self._product_row = _first_product(steps)
         self._tied_block: Any = None
         self._blocks: dict[tuple[str, int], Blocks] = {}
         self._previous: Blocks = []
@@ -155,6 +163,8 @@ class ModelReplay:
                 gradients.pop()
             block = None
         own.append(block)
+        if section == "loss_backward" and len(own) == self._product_row + 1:
+            self._engine.first_backward_product()
 
     def _release(self, blocks: Blocks, number: int) -> None:
         block, blocks[number] = blocks[number], None
@@ -218,9 +228,18 @@ def _weight_gradient(steps: Steps, section: str) -> int:
     found = -1
     for number, row in enumerate(steps.allocations(section)):
         names = steps.monomials[row[1]].split("*")
-        if "vocab" in names and "seq" not in names:
+        if "vocab" in names and "seq" not in names and "chunk" not in names:
             found = number
     return found
+
+
+def _first_product(steps: Steps) -> int:
+    """Which allocation of the loss's backward is the first product's: the first not of logits."""
+    for number, row in enumerate(steps.allocations("loss_backward")):
+        names = steps.monomials[row[1]].split("*")
+        if len(names) > 1 and not {"vocab", "seq"} <= set(names):
+            return number
+    return -1
 
 
 def replay(
@@ -235,4 +254,6 @@ def replay(
             model.micro_batch()
         engine.optimizer_step()
     allocator = memory.allocator
-    return Replayed(allocator.peak_allocated_bytes, allocator.reserved_bytes)
+    return Replayed(
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.num_retries
+    )

@@ -44,9 +44,13 @@ class _Engine:
         self._memory.take("tokens", tokens * _TOKEN_BYTES)
 
     def _take_workspace(self, section: str) -> None:
-        # One per thread that multiplies: the main thread's first product, then autograd's.
-        if section in ("first_layer", "loss_backward"):
-            self._memory.take(("workspace", section), self._workspace_bytes)
+        # One per thread that multiplies: the main thread's here, autograd's at its first product.
+        if section == "first_layer":
+            self._memory.take(("workspace", "forward"), self._workspace_bytes)
+
+    def first_backward_product(self) -> None:
+        """Autograd's thread multiplies for the first time."""
+        self._memory.take(("workspace", "backward"), self._workspace_bytes)
 
     def _step_tensors(self, key: Any, tensors: Sequence[Stepped]) -> None:
         """Step the optimizers of `tensors`; states appear the first time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.memory.allocator import CachingAllocator
+from planner.memory.allocator import CachingAllocator, ReplayedOutOfMemoryError
 from planner.units import MIB_BYTES
 
 
@@ -77,3 +77,48 @@ def test_the_peak_counts_whole_blocks_and_can_start_anew() -> None:
     assert allocator.peak_allocated_bytes == 12 * MIB_BYTES
     allocator.reset_peak()
     assert allocator.peak_allocated_bytes == 0
+
+
+def test_of_equal_blocks_the_one_at_the_lowest_address_is_taken_and_later_segments_are_lower() -> (
+    None
+):
+    # Addresses of the first three segments of a snapshot on an H200: 1188, 2374 and 2374 MiB at
+    # 0x7f35aa000000, 0x7f3514000000 and 0x7f347e000000: each lower by its size in steps of 32 MiB.
+    allocator = CachingAllocator()
+    first, second, third = (allocator.allocate(size * MIB_BYTES) for size in (1188, 2374, 2374))
+    assert first.address - second.address == 0x7F35AA000000 - 0x7F3514000000 == 2400 * MIB_BYTES
+    assert second.address - third.address == 0x7F3514000000 - 0x7F347E000000
+    allocator.release(second)
+    allocator.release(third)
+    assert allocator.allocate(2374 * MIB_BYTES).address == third.address
+
+
+def test_a_segment_goes_into_the_lowest_end_of_a_chunk_that_holds_it() -> None:
+    # The same snapshot: 38 MiB segments in chunks of 64 MiB, then 14, 14, 20 and 2 MiB.
+    allocator = CachingAllocator()
+    chunks = [allocator.allocate(38 * MIB_BYTES) for _ in range(4)]
+    ends = [allocator.allocate(size * MIB_BYTES) for size in (14, 14, 20)]
+    for chunk, end in zip(reversed(chunks[1:]), ends, strict=True):
+        assert end.address == chunk.address + 38 * MIB_BYTES
+    assert allocator.allocate(512).address == ends[0].address + 14 * MIB_BYTES
+
+
+def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB_BYTES)
+    cached, kept = (allocator.allocate(40 * MIB_BYTES) for _ in range(2))
+    allocator.release(cached)
+    allocator.allocate(60 * MIB_BYTES)
+    assert (allocator.num_retries, allocator.reserved_bytes) == (1, 100 * MIB_BYTES)
+    assert allocator.peak_reserved_bytes == 100 * MIB_BYTES
+    assert kept.size_bytes == 40 * MIB_BYTES
+    with pytest.raises(ReplayedOutOfMemoryError):
+        allocator.allocate(2 * MIB_BYTES)
+
+
+def test_a_segment_that_holds_a_tensor_is_never_given_back() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB_BYTES)
+    whole = allocator.allocate(60 * MIB_BYTES)
+    allocator.release(whole)
+    allocator.allocate(20 * MIB_BYTES)  # the first part of the 60 MiB segment
+    with pytest.raises(ReplayedOutOfMemoryError):
+        allocator.allocate(50 * MIB_BYTES)
