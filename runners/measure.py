@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +96,7 @@ class StepMeter:
     """Measures steps and their phases on one device.
 
     The allocator's peak is reset at every phase's start and the largest peak of a phase name is
-    kept. Without a GPU there are no byte figures.
+    kept. Without a GPU there are no byte figures. `on_phase` is told of every phase's start.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,6 +105,7 @@ class StepMeter:
         self._steps: list[_Step] = []
         self.bytes: dict[str, PhaseBytes] = {}
         self.reserved_peak_bytes = 0
+        self.on_phase: Callable[[str], None] | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -117,6 +118,8 @@ class StepMeter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure one phase: its time, if inside a step, and its allocated bytes."""
+        if self.on_phase is not None:
+            self.on_phase(name)
         start = self._clock.now()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -26,6 +26,7 @@ from runners.engines.zero_redundancy import ZeroRedundancyEngine
 from runners.jobs.attention_calls import recorded_sdpa_call
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.losses import install_chunked_loss
+from runners.jobs.section_meter import CudaCounter, MemoryCounter, SectionMeter, watched_sections
 from runners.measure import (
     StepMeter,
     allocator_counters,
@@ -133,6 +134,15 @@ class Trainer:
         # JSON has no word for a loss that is not a number.
         self.losses.append(total_loss if math.isfinite(total_loss) else None)
 
+    def timeline(self, counter: MemoryCounter) -> list[list[str | int]]:
+        """Run one step more, watched section by section; figures taken before stay as they are."""
+        sections = SectionMeter(counter)
+        self.meter.on_phase = sections.enter_phase
+        with watched_sections(self._model, sections):
+            self.step()
+        self.meter.on_phase = None
+        return sections.rows()
+
     def _forward(self) -> Tensor:
         with forward_context(self.workload.precision, self.world.device):
             output = self._model(input_ids=self._tokens, labels=self._tokens, use_cache=False)
@@ -170,6 +180,9 @@ def measure_training(session: JobSession) -> None:
             trainer.step()
         session.events.phase("collect")
         _collect(session, trainer)
+        if session.device.type == "cuda":
+            session.events.phase("timeline")
+            session.measured["timeline"] = trainer.timeline(CudaCounter(session.device))
 
 
 def _warm_up(session: JobSession, trainer: Trainer, workload: TrainingWorkload) -> None:
@@ -203,7 +216,7 @@ def _collect(session: JobSession, trainer: Trainer) -> None:
     measured["tokens_per_s"] = _step_tokens(trainer.workload) / measured["step_time_s"]
     measured["state"] = trainer.state
     measured["communication"] = world.collectives.traffic()
-    measured["losses"] = trainer.losses if world.has_real_losses else None
+    measured["losses"] = list(trainer.losses) if world.has_real_losses else None
     if not world.has_real_losses:
         measured["losses_reason"] = "solo: the other ranks' gradients are not computed"
     own = ("allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes", "phases", "state")
