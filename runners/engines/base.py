@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 StateBytes = dict[str, int]
 
 
 class TrainingEngine(Protocol):
     """A model made ready to train on one rank."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What to call as the model in the forward pass."""
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Add the gradients of `loss`, reduced over the ranks when the engine's stage says so."""

@@ -7,6 +7,7 @@ after the forward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from runners.engines.parameters import cast_parameters, materialise
 from runners.zero.collectives import Collectives
-from runners.zero.groups import (
-    decoder_layers,
-    find_owners,
-    initialise_parameter,
-    refill_buffers,
-    storage_bytes,
-)
+from runners.zero.groups import decoder_layers, initialise_parameter, storage_bytes
 from runners.zero.optimizer import build_optimizer, state_tensors
 
 
@@ -51,11 +47,11 @@ class Fsdp2Engine:
             raise ValueError(f"FSDP2 has no ZeRO stage {stage!r}: it shards like stage 2 or 3")
         self.stage = stage
         self.collectives = collectives
-        self._model = model
+        self.module = model
         if precision == "bf16":
-            _cast_parameters(model, torch.bfloat16)
+            cast_parameters(model, torch.bfloat16)
         self._shard_modules(precision, device)
-        _materialise(model, device, collectives, seed)
+        materialise(model, device, partial(_fill_shard, collectives=collectives, seed=seed))
         self._optimizer = build_optimizer(optimizer, model.parameters(), lr)
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
@@ -71,13 +67,13 @@ class Fsdp2Engine:
         """Return a copy of every parameter, gathered from all ranks (not counted)."""
         return {
             name: parameter.full_tensor().detach().clone()
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self.module.named_parameters()
             if isinstance(parameter, DTensor)
         }
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of sharded parameters, gradients and optimizer states held now."""
-        parameters = list(self._model.parameters())
+        parameters = list(self.module.parameters())
         return {
             "parameter_bytes": _local_bytes(parameters),
             "gradient_bytes": _local_bytes([p.grad for p in parameters if p.grad is not None]),
@@ -90,11 +86,11 @@ class Fsdp2Engine:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mesh = init_device_mesh(device.type, (self.collectives.world_size,))
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        layers = decoder_layers(self._model)
+        layers = decoder_layers(self.module)
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.stage == 3, **options)
-        fully_shard(self._model, **options)
-        for unit in (*layers, self._model):
+        fully_shard(self.module, **options)
+        for unit in (*layers, self.module):
             unit.set_custom_all_gather(_AllGather(self.collectives))
             unit.set_custom_reduce_scatter(_ReduceScatter(self.collectives))
 
@@ -137,45 +133,15 @@ class _ReduceScatter(_DefaultAllocation):
         self._collectives.reduce_scatter(output_tensor, input_tensor, op)
 
 
-def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _materialise(
-    model: nn.Module, device: torch.device, collectives: Collectives, seed: int
-) -> None:
-    owners_of = find_owners(model)
-    if not any(parameter.is_meta for parameter in owners_of):
-        return
-    buffers = dict(model.named_buffers())
-    model.to_empty(device=device)
-    for owners in owners_of.values():
-        parameter = owners[0].module._parameters[owners[0].attribute]
-        assert isinstance(parameter, DTensor)
-        # `to_empty` gives each place of a tied weight a tensor of its own: tie them again.
-        for owner in owners[1:]:
-            owner.module._parameters[owner.attribute] = parameter
-        _fill_shard(parameter, owners[0].name, collectives, seed)
-    _restore_meta_buffers(model, buffers)
-    refill_buffers(model, device)
-
-
 @torch.no_grad()
-def _fill_shard(parameter: DTensor, name: str, collectives: Collectives, seed: int) -> None:
+def _fill_shard(parameter: nn.Parameter, name: str, *, collectives: Collectives, seed: int) -> None:
+    assert isinstance(parameter, DTensor)
     local = parameter.to_local()
     full = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
     initialise_parameter(full, name, seed)
     rows = torch.chunk(full, collectives.world_size)
     if local.numel():
         local.copy_(rows[collectives.rank])
-
-
-def _restore_meta_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
-    for name, buffer in buffers.items():
-        if buffer.is_meta:
-            path, _, attribute = name.rpartition(".")
-            model.get_submodule(path)._buffers[attribute] = buffer
 
 
 def _local_bytes(tensors: Sequence[Tensor]) -> int:

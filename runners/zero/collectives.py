@@ -19,6 +19,10 @@ class Traffic:
     bytes: int = 0
 
 
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 class Collectives(ABC):
     """Collectives of `world_size` ranks as seen by `rank`; sums, never averages.
 
@@ -35,7 +39,7 @@ class Collectives(ABC):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over the ranks, in place."""
-        self._count("all_reduce", tensor)
+        self.count("all_reduce", _bytes(tensor))
         self._all_reduce(tensor)
 
     def reduce_scatter(
@@ -45,13 +49,20 @@ class Collectives(ABC):
 
         `output` may be this rank's own part of `full`.
         """
-        self._count("reduce_scatter", full)
+        self.count("reduce_scatter", _bytes(full))
         self._reduce_scatter(output, full, op)
 
     def all_gather(self, output: Tensor, shard: Tensor) -> None:
         """Fill `output` [N * n] with every rank's `shard` [n], which may be its own part of it."""
-        self._count("all_gather", output)
+        self.count("all_gather", _bytes(output))
         self._all_gather(output, shard)
+
+    def count(self, name: str, size_bytes: int, calls: int = 1) -> None:
+        """Count collectives that a library ran by itself: their full buffers' bytes together."""
+        if self._counting:
+            traffic = self._traffic.setdefault(name, Traffic())
+            traffic.calls += calls
+            traffic.bytes += size_bytes
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return calls and bytes per collective since the last reset."""
@@ -69,12 +80,6 @@ class Collectives(ABC):
             yield
         finally:
             self._counting = True
-
-    def _count(self, name: str, full: Tensor) -> None:
-        if self._counting:
-            traffic = self._traffic.setdefault(name, Traffic())
-            traffic.calls += 1
-            traffic.bytes += full.numel() * full.element_size()
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> None: ...

@@ -46,7 +46,7 @@ class ZeroEngine:
     ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
-        self.stage = stage
+        self.stage, self.module = stage, model
         self.collectives = collectives or LocalCollectives(rank=0, world_size=1)
         self.groups = [
             FlatGroup(

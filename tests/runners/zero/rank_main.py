@@ -14,14 +14,22 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from runners.engines.ddp import DdpEngine
 from runners.engines.fsdp2 import Fsdp2Engine
 from runners.engines.precision import forward_context
-from runners.zero.collectives import ProcessGroupCollectives
+from runners.engines.zero_redundancy import ZeroRedundancyEngine
+from runners.zero.collectives import Collectives, ProcessGroupCollectives
 from runners.zero.engine import ZeroEngine
 
 STEPS = 5
 LR = 1e-2
 CPU = torch.device("cpu")
+ENGINES = {
+    "peakmark": ZeroEngine,
+    "fsdp2": Fsdp2Engine,
+    "ddp": DdpEngine,
+    "zero_redundancy": ZeroRedundancyEngine,
+}
 # Widths such that the groups' numels leave remainders: buffers are padded at 4 ranks.
 CONFIGS = {
     "llama": {
@@ -95,13 +103,12 @@ def batch(rank: int, step: int, micro_batch: int) -> torch.Tensor:
     return torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(seed))
 
 
-def train(case: Case, collectives: ProcessGroupCollectives) -> dict[str, object]:
+def train(case: Case, collectives: Collectives, **options: object) -> dict[str, object]:
     """Train STEPS steps; return parameters, state bytes before the last step, its traffic."""
     model = build_model(case.model)
-    engine_class = ZeroEngine if case.engine == "peakmark" else Fsdp2Engine
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    engine = engine_class(
+    engine = ENGINES[case.engine](
         model,
         stage=case.stage,
         optimizer=case.optimizer,
@@ -109,6 +116,7 @@ def train(case: Case, collectives: ProcessGroupCollectives) -> dict[str, object]
         lr=LR,
         device=CPU,
         collectives=collectives,
+        **options,
     )
     losses = []
     for step in range(STEPS):
@@ -116,7 +124,7 @@ def train(case: Case, collectives: ProcessGroupCollectives) -> dict[str, object]
         for micro_batch in range(case.accumulation):
             tokens = batch(collectives.rank, step, micro_batch)
             with forward_context(case.precision, CPU):
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss = engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
             last = micro_batch == case.accumulation - 1
             engine.backward(loss / case.accumulation, last_micro_batch=last)
             losses.append(loss.item())

@@ -1,0 +1,99 @@
+"""DDP and ZeroRedundancyOptimizer against our engine at stage 0, which is tested against plain torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runners.engines.ddp import DdpEngine
+from runners.engines.zero_redundancy import ZeroRedundancyEngine
+from runners.zero.collectives import LocalCollectives
+
+HERE = Path(__file__).parent
+MODELS = ("llama", "gpt2")
+ENGINES = ("ddp", "zero_redundancy")
+# Elements of all parameters, worked out from the configurations in zero/rank_main.py.
+NUMELS = {"llama": 610 + 2 * 950 + 620, "gpt2": 900 + 2 * 763 + 20}
+Ranks = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    out = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
+    command = [sys.executable, str(HERE / "rank_cases.py")]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(out)],
+            env=environment,
+            stderr=(out / f"rank{rank}.err").open("w"),
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(processes):
+        assert process.wait(timeout=300) == 0, (out / f"rank{rank}.err").read_text()[-2000:]
+    return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("variant", ["", "/adafactor/fp32", "/adamw_foreach/bf16"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_five_steps_equal_our_stage_0_bit_by_bit(
+    ranks: Ranks, model: str, engine: str, variant: str
+) -> None:
+    expected = ranks[0][f"{model}/peakmark{variant}"]["parameters"]
+    for rank in ranks:
+        found = rank[f"{model}/{engine}{variant}"]["parameters"]
+        assert found.keys() == expected.keys()
+        for name, values in found.items():
+            assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.parametrize("variant", ["each", "last"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_micro_batches_add_up_whenever_they_are_reduced(
+    ranks: Ranks, model: str, engine: str, variant: str
+) -> None:
+    expected = ranks[0][f"{model}/peakmark/each"]["parameters"]
+    found = ranks[1][f"{model}/{engine}/{variant}"]
+    for name, values in found["parameters"].items():
+        torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-5)
+    reductions = 2 if variant == "each" else 1
+    assert found["traffic"]["all_reduce"]["bytes"] == reductions * 4 * NUMELS[model]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_only_the_optimizer_is_dealt_out_by_whole_parameters(ranks: Ranks, model: str) -> None:
+    whole = 4 * NUMELS[model]
+    both = [rank[f"{model}/zero_redundancy"]["state"] for rank in ranks]
+    ddp = ranks[0][f"{model}/ddp"]["state"]
+    for state in (*both, ddp):
+        assert (state["parameter_bytes"], state["gradient_bytes"]) == (whole, whole)
+    assert both[0]["optimizer_bytes"] + both[1]["optimizer_bytes"] == ddp["optimizer_bytes"]
+    broadcast = ranks[0][f"{model}/zero_redundancy"]["traffic"]["broadcast"]
+    assert broadcast == {"calls": 21 if model == "llama" else 28, "bytes": whole}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        (DdpEngine, {"stage": 1}, "DdpEngine has no ZeRO stage 1"),
+        (ZeroRedundancyEngine, {"stage": 0}, "ZeroRedundancyEngine has no ZeRO stage 0"),
+        (DdpEngine, {"stage": 0, "precision": "mixed"}, "keeps no master weights"),
+    ],
+)
+def test_what_an_engine_has_not_is_refused(
+    engine: type[DdpEngine], options: dict[str, Any], message: str
+) -> None:
+    chosen = {"optimizer": "sgd", "precision": "fp32", "lr": 0.1, **options}
+    collectives = LocalCollectives(rank=0, world_size=1)
+    with pytest.raises(ValueError, match=message):
+        engine(nn.Linear(2, 2), device=torch.device("cpu"), collectives=collectives, **chosen)
