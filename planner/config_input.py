@@ -242,6 +242,7 @@ class _Experts:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_groups: int = 1
+    groups_per_token: int = 1
     expert_size: int = 0
     shared_expert_size: int = 0
     expert_layers: tuple[bool, ...]
@@ -258,7 +259,7 @@ def _experts(fields: _Fields, num_layers: int) -> _Experts:
     return _Experts(
         num_experts=experts[1],
         experts_per_token=experts[0],
-        expert_groups=_expert_groups(fields, experts[1]),
+        **_expert_groups(fields, experts[1]),
         expert_size=size,
         shared_expert_size=shared * size,
         expert_layers=layers,
@@ -274,15 +275,15 @@ def _bounded(fields: _Fields, key: str, bound: str) -> tuple[int, int]:
     return value, limit
 
 
-def _expert_groups(fields: _Fields, num_experts: int) -> int:
+def _expert_groups(fields: _Fields, num_experts: int) -> dict[str, int]:
     """Return the groups among which DeepSeek-V3 first chooses; its two best decide for a group."""
     if fields.family != "deepseek_v3":
-        return 1
-    _, groups = _bounded(fields, "topk_group", "n_group")
+        return {}
+    chosen, groups = _bounded(fields, "topk_group", "n_group")
     if num_experts % groups or num_experts // groups < 2:
         allowed = f"a divisor of n_routed_experts ({num_experts}) that leaves two in a group"
         raise PlanError(fields.field("n_group"), groups, allowed)
-    return groups
+    return {"expert_groups": groups, "groups_per_token": chosen}
 
 
 def _expert_layers(fields: _Fields, num_layers: int) -> tuple[bool, ...]:

@@ -68,7 +68,8 @@ class ModelSpec:
     from it. `sliding_layers` says of every layer whether its attention is limited to
     `sliding_window` tokens, `expert_layers` whether its MLP is a mixture of experts. `num_experts`
     is 0 for a dense model; `expert_size` is the width of one expert, `shared_expert_size` that of
-    the experts which every token visits. `rotary_dim` elements of a head are rotated, none with
+    the experts which every token visits. Where experts are in several `expert_groups`, a token
+    chooses `groups_per_token` of them first. `rotary_dim` elements of a head are rotated, none with
     learned positions. `flags` are sentences about what was noticed in the configuration.
     """
 
@@ -89,6 +90,7 @@ class ModelSpec:
     num_experts: int
     experts_per_token: int
     expert_groups: int
+    groups_per_token: int
     expert_size: int
     shared_expert_size: int
     expert_layers: tuple[bool, ...]
@@ -121,6 +123,11 @@ class ModelSpec:
     def attended_size(self) -> int:
         """Width of what all heads attend to: the input of the output projection."""
         return self.num_heads * self.value_dim
+
+    @property
+    def mlp_products(self) -> int:
+        """Matrix products of an MLP: up and down, and the gate where the family has one."""
+        return 2 if self.family in ("gpt2", "gpt_neox", "opt", "falcon") else 3
 
     @property
     def num_sliding_layers(self) -> int:

@@ -21,14 +21,17 @@ Numbers = float | NDArray[np.float64]
 # HBM bytes per element of one RMSNorm as transformers writes it, each kernel reading and writing:
 # cast up 6, square 8, mean 4, scale 8, cast down 6, weight 4; without the casts in fp32.
 _RMS_NORM_BYTES = {2: 36, 4: 28}
-_NORMS_PER_LAYER = {"gemma2": 4}
+_NORMS_PER_LAYER = {"gemma2": 4, "gemma3_text": 4, "falcon": 1}
+_LAYER_NORM_FAMILIES = ("gpt2", "gpt_neox", "opt", "falcon")
+_HEAD_NORM_FAMILIES = ("qwen3", "olmo2", "qwen3_moe", "gemma3_text")
 
 # Passes over HBM, in elements: x*cos, rotated half, its *sin, sum; two residual sums (3 each);
-# activation and product with the up projection; gelu_new as nine separate kernels.
+# activation and product with the up projection; gelu_new as nine separate kernels, one for others.
 _ROPE_PASSES = 9
 _RESIDUAL_PASSES = 6
 _GATED_ACTIVATION_PASSES = 5
-_GELU_NEW_PASSES = 18
+_PLAIN_ACTIVATION_PASSES = {"gpt2": 18}
+_ONE_KERNEL_PASSES = 2
 _MOE_SHUFFLE_PASSES = 4
 
 # Passes of the update over the local elements by implementation: fused reads gradient, parameter
@@ -132,99 +135,140 @@ def attention_costs(
     score matrix: written and read in compute type 5 times, and 8 bytes per element for the fp32
     softmax between; a logit cap adds 6 passes.
     """
+    if spec.family == "falcon":
+        # Its one key-value head without grouping has no fused kernel: SDPA computes the scores.
+        attention = Attention.EAGER
     tokens, layers, element = b * s, spec.num_layers, sizes.matmul_bytes
-    flops = 2.0 * b * spec.query_size * _computed_pairs(spec, attention, s)
-    query_bytes = layers * tokens * spec.query_size * element
-    kv_bytes = layers * tokens * spec.kv_size * element
+    pairs = 2.0 * b * _computed_pairs(spec, attention, s)
+    score_flops, value_flops = pairs * spec.query_size, pairs * spec.attended_size
+    moved_bytes = layers * tokens * element
+    score_bytes = moved_bytes * (spec.query_size + spec.kv_size)
+    value_bytes = moved_bytes * (spec.attended_size + spec.num_kv_heads * spec.value_dim)
     if attention is not Attention.EAGER:
         lse_bytes = layers * tokens * spec.num_heads * 4
         return [
             Cost(
                 name="attention_scores",
-                flops=flops,
-                bytes=query_bytes + kv_bytes + lse_bytes,
+                flops=score_flops,
+                bytes=score_bytes + lse_bytes,
                 backward_flops=_FLASH_BACKWARD,
             ),
             Cost(
                 name="attention_values",
-                flops=flops,
-                bytes=query_bytes + kv_bytes,
+                flops=value_flops,
+                bytes=value_bytes,
                 backward_flops=_FLASH_BACKWARD,
             ),
         ]
     scores = layers * b * spec.num_heads * s * s
     passes = 3 if spec.attention_logit_softcap is None else 9
     return [
-        Cost(name="attention_scores", flops=flops, bytes=query_bytes + kv_bytes + scores * element),
+        Cost(name="attention_scores", flops=score_flops, bytes=score_bytes + scores * element),
         Cost(name="attention_softmax", flops=0.0, bytes=scores * (passes * element + 8)),
-        Cost(name="attention_values", flops=flops, bytes=query_bytes + kv_bytes + scores * element),
+        Cost(name="attention_values", flops=value_flops, bytes=value_bytes + scores * element),
     ]
 
 
-def _mlp_costs(spec: ModelSpec, tokens: Numbers, element: int) -> list[Cost]:
-    """Return the products of the MLP, or of the router and the experts a token visits."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    products = 2 if spec.family == "gpt2" else 3
-    if not spec.num_experts:
-        single = matmul("mlp", tokens, hidden, products * inner, element)
-        return [single]
+def _over(layers: int, costs: list[Cost]) -> list[Cost]:
+    return [Cost(name=c.name, flops=c.flops * layers, bytes=c.bytes * layers) for c in costs]
+
+
+def _expert_costs(spec: ModelSpec, tokens: Numbers, element: int) -> list[Cost]:
+    """Return the products of one layer's router, the experts a token visits and shared ones."""
+    hidden, inner, products = spec.hidden_size, spec.expert_size, spec.mlp_products
     routed = tokens * spec.experts_per_token
     visited = np.minimum(float(spec.num_experts), routed)
     moved = routed * (hidden + inner) * products + visited * products * hidden * inner
-    return [
-        matmul("router", tokens, hidden, spec.num_experts, element),
-        Cost(
-            name="experts",
-            flops=2.0 * routed * hidden * inner * products,
-            bytes=moved * element,
-        ),
+    experts = Cost(
+        name="experts", flops=2.0 * routed * hidden * inner * products, bytes=moved * element
+    )
+    router = matmul("router", tokens, hidden, spec.num_experts, element)
+    if not spec.shared_expert_size:
+        return [router, experts]
+    shared = products * spec.shared_expert_size
+    return [router, experts, matmul("shared_experts", tokens, hidden, shared, element)]
+
+
+def _mlp_costs(spec: ModelSpec, tokens: Numbers, element: int) -> list[Cost]:
+    """Return the products of the MLPs of all layers, dense ones and mixtures of experts."""
+    dense, costs = spec.num_layers - spec.num_expert_layers, []
+    if dense:
+        columns = spec.mlp_products * spec.intermediate_size
+        costs = _over(dense, [matmul("mlp", tokens, spec.hidden_size, columns, element)])
+    if spec.num_expert_layers:
+        costs += _over(spec.num_expert_layers, _expert_costs(spec, tokens, element))
+    return costs
+
+
+def _input_projections(spec: ModelSpec, tokens: Numbers, element: int) -> list[Cost]:
+    """Return the products of one layer before its attention; latent attention has three or four."""
+    hidden, latent = spec.hidden_size, spec.latent
+    if latent is None:
+        columns = spec.query_size + 2 * spec.kv_size
+        return [matmul("qkv_projection", tokens, hidden, columns, element)]
+    queries = [("query_projection", hidden, spec.query_size)]
+    if latent.q_rank is not None:
+        queries = [
+            ("query_down_projection", hidden, latent.q_rank),
+            ("query_projection", latent.q_rank, spec.query_size),
+        ]
+    expanded = spec.num_heads * (latent.nope_dim + latent.value_dim)
+    products = [
+        *queries,
+        ("kv_down_projection", hidden, latent.kv_rank + latent.rope_dim),
+        ("kv_projection", latent.kv_rank, expanded),
     ]
+    return [matmul(name, tokens, inner, columns, element) for name, inner, columns in products]
 
 
 def projection_costs(spec: ModelSpec, sizes: ElementSizes, tokens: Numbers) -> list[Cost]:
     """Return the matrix products of all layers: q, k, v, output, MLP or experts."""
-    hidden, element = spec.hidden_size, sizes.matmul_bytes
-    one_layer = [
-        matmul("qkv_projection", tokens, hidden, spec.query_size + 2 * spec.kv_size, element),
-        matmul("output_projection", tokens, spec.query_size, hidden, element),
-        *_mlp_costs(spec, tokens, element),
+    element = sizes.matmul_bytes
+    attention = [
+        *_input_projections(spec, tokens, element),
+        matmul("output_projection", tokens, spec.attended_size, spec.hidden_size, element),
     ]
-    return [
-        Cost(name=cost.name, flops=cost.flops * spec.num_layers, bytes=cost.bytes * spec.num_layers)
-        for cost in one_layer
-    ]
+    return [*_over(spec.num_layers, attention), *_mlp_costs(spec, tokens, element)]
 
 
 def _norm_bytes_per_token(spec: ModelSpec, element: int) -> float:
-    if spec.family == "gpt2":
-        return 2 * spec.hidden_size * 2 * element
+    """Return the bytes that the norms of all layers move for one token."""
     width = _NORMS_PER_LAYER.get(spec.family, 2) * spec.hidden_size
-    if spec.family in ("qwen3", "olmo2"):
+    if spec.family in _LAYER_NORM_FAMILIES:
+        return float(spec.num_layers * width * 2 * element)
+    if spec.family in _HEAD_NORM_FAMILIES:
         width += spec.query_size + spec.kv_size
-    return float(width * _RMS_NORM_BYTES[element])
+    if spec.latent is not None:
+        width += (spec.latent.q_rank or 0) + spec.latent.kv_rank
+    return float(spec.num_layers * width * _RMS_NORM_BYTES[element])
+
+
+def _rotary_width(spec: ModelSpec) -> int:
+    """Return the elements of queries and keys that rotary positions turn; MLA's keys share theirs."""
+    key_heads = 1 if spec.latent else spec.num_kv_heads
+    return spec.rotary_dim * (spec.num_heads + key_heads)
 
 
 def _elementwise_bytes_per_token(spec: ModelSpec, element: int) -> float:
-    passes = float(_RESIDUAL_PASSES * spec.hidden_size)
-    if spec.family == "gpt2":
-        return (passes + _GELU_NEW_PASSES * spec.intermediate_size) * element
-    experts = max(spec.experts_per_token, 1)
-    passes += _ROPE_PASSES * (spec.query_size + spec.kv_size)
-    passes += _GATED_ACTIVATION_PASSES * spec.intermediate_size * experts
-    if spec.num_experts:
-        passes += _MOE_SHUFFLE_PASSES * spec.hidden_size * experts
-    return passes * element
+    """Return the bytes of residual sums, rotary positions and activations of all layers."""
+    hidden, routed = spec.hidden_size, spec.num_expert_layers
+    plain = _PLAIN_ACTIVATION_PASSES.get(spec.family, _ONE_KERNEL_PASSES)
+    activation = plain if spec.mlp_products == 2 else _GATED_ACTIVATION_PASSES
+    expert_width = spec.experts_per_token * spec.expert_size + spec.shared_expert_size
+    everywhere = _RESIDUAL_PASSES * hidden + _ROPE_PASSES * _rotary_width(spec)
+    dense = activation * spec.intermediate_size
+    experts = activation * expert_width + _MOE_SHUFFLE_PASSES * hidden * spec.experts_per_token
+    passes = spec.num_layers * everywhere + (spec.num_layers - routed) * dense + routed * experts
+    return float(passes * element)
 
 
 def _streaming_costs(spec: ModelSpec, sizes: ElementSizes, tokens: Numbers) -> list[Cost]:
     """Return the costs bound by memory alone over all layers: norms; rotary, sums, activation."""
-    rows = tokens * spec.num_layers
     element = sizes.stream_bytes
+    moved = _elementwise_bytes_per_token(spec, element)
     return [
-        Cost(name="norms", flops=0.0, bytes=rows * _norm_bytes_per_token(spec, element)),
-        Cost(
-            name="elementwise", flops=0.0, bytes=rows * _elementwise_bytes_per_token(spec, element)
-        ),
+        Cost(name="norms", flops=0.0, bytes=tokens * _norm_bytes_per_token(spec, element)),
+        Cost(name="elementwise", flops=0.0, bytes=tokens * moved),
     ]
 
 
@@ -306,10 +350,12 @@ def training_costs(
 def model_flops(spec: ModelSpec, b: Numbers, s: Numbers) -> Any:
     """Return the FLOPs that one micro-batch of training needs, whatever the kernels do.
 
-    6 x (parameters that enter a product) x tokens, plus 3 x 4 x query width x causal pairs for
-    attention: the numerator of MFU (Chowdhery et al., PaLM, appendix B, causal pairs only).
+    6 x (parameters that enter a product) x tokens, plus 3 x 2 x (query and value width of all
+    heads) x causal pairs for attention: the numerator of MFU (Chowdhery et al., PaLM, appendix B,
+    causal pairs only).
     """
     sizes = element_sizes(Precision.BF16)
     products = [*projection_costs(spec, sizes, b * s), end_costs(spec, sizes, b * s)[1]]
-    attention = 4.0 * b * spec.query_size * _attention_pairs(spec, s)
+    widths = spec.query_size + spec.attended_size
+    attention = 2.0 * b * widths * _attention_pairs(spec, s)
     return 3.0 * (sum(cost.flops for cost in products) + attention)

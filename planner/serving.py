@@ -10,6 +10,7 @@ from typing import Any
 from planner.families import parameter_shapes
 from planner.memory.overheads import CONTEXT_BYTES
 from planner.model import ModelSpec, ParameterShape
+from planner.rank import is_expert
 from planner.units import MIB_BYTES
 from planner.workload import KvDtype, ServingWorkload, WeightsDtype, flat_dict
 
@@ -167,13 +168,16 @@ def _is_quantised(parameter: ParameterShape) -> bool:
     return (
         parameter.group == "layer"
         and len(parameter.shape) > 1
-        and not parameter.name.endswith("mlp.gate.weight")
+        and not parameter.name.endswith(("mlp.gate.weight", "mlp.router.weight", "bias"))
     )
 
 
 def _inputs_and_outputs(family: str, parameter: ParameterShape) -> tuple[int, int]:
     """Return the input width and the number of output rows of a weight (experts as rows)."""
-    inputs = parameter.shape[0] if family == "gpt2" else parameter.shape[-1]
+    # GPT-2 and GPT-OSS's experts store inputs as rows.
+    inputs = parameter.shape[-1]
+    if family == "gpt2" or (family == "gpt_oss" and is_expert(parameter)):
+        inputs = parameter.shape[-2]
     return inputs, parameter.numel // inputs
 
 
@@ -220,11 +224,25 @@ def _weight_entry(
     )
 
 
+def _cached_vectors(spec: ModelSpec) -> tuple[int, int]:
+    """Return the vectors that a layer caches per token and the elements of all of them.
+
+    Keys and values of every key-value head; latent attention caches one latent and the rotated
+    part of the keys, for all heads together.
+    """
+    if spec.latent is not None:
+        return 2, spec.latent.kv_rank + spec.latent.rope_dim
+    return 2 * spec.num_kv_heads, 2 * spec.kv_size
+
+
 def kv_bytes_per_layer_token(spec: ModelSpec, dtype: KvDtype) -> int:
-    """Return 2 x kv_heads x head_dim x element bytes (plus int8 scales): keys and values."""
-    per_head = spec.head_dim * KV_ELEMENT_BYTES[dtype]
-    per_head += _INT8_KV_SCALE_BYTES if dtype is KvDtype.INT8 else 0
-    return 2 * spec.num_kv_heads * per_head
+    """Return the bytes that a layer caches per token: its cached elements, with int8 scales.
+
+    2 x kv_heads x head_dim elements, or kv_lora_rank + qk_rope_head_dim of latent attention.
+    """
+    vectors, elements = _cached_vectors(spec)
+    scales_bytes = _INT8_KV_SCALE_BYTES * vectors if dtype is KvDtype.INT8 else 0
+    return elements * KV_ELEMENT_BYTES[dtype] + scales_bytes
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: KvDtype) -> int:
@@ -248,9 +266,14 @@ def _kv_entry(
     tokens = min(tokens, window) if window else tokens
     per_token_bytes = kv_bytes_per_layer_token(spec, workload.kv_dtype)
     kind = "sliding" if sliding else "full"
+    shape: tuple[int, ...] = (2, workload.sequences, spec.num_kv_heads, tokens, spec.head_dim)
+    elements = f"2 x {spec.num_kv_heads} heads x {spec.head_dim}"
+    if spec.latent is not None:
+        shape = (workload.sequences, tokens, spec.latent.kv_rank + spec.latent.rope_dim)
+        elements = f"{spec.latent.kv_rank} latent + {spec.latent.rope_dim} rotated"
     return LedgerEntry(
         name=f"kv_cache.{kind}",
-        shape=(2, workload.sequences, spec.num_kv_heads, tokens, spec.head_dim),
+        shape=shape,
         dtype=str(workload.kv_dtype),
         count=layers,
         bytes=layers * workload.sequences * tokens * per_token_bytes,
@@ -259,8 +282,7 @@ def _kv_entry(
         phases=("prefill", "decode"),
         formula=(
             f"{layers} layers x {workload.sequences} sequences x {tokens:,} tokens x "
-            f"{per_token_bytes:,} B (2 x {spec.num_kv_heads} heads x {spec.head_dim} x "
-            f"{workload.kv_dtype})"
+            f"{per_token_bytes:,} B ({elements} x {workload.kv_dtype})"
         ),
     )
 
@@ -271,9 +293,11 @@ def _activation_width(spec: ModelSpec) -> int:
     Residual and normed input, with either q, k, v and the attention output, or the MLP's wide
     tensors: gate, up and their product (two for a plain MLP), once per expert visited.
     """
-    attention = 2 * spec.query_size + 2 * spec.kv_size
-    wide_tensors = 2 if spec.family == "gpt2" else 3
-    mlp = wide_tensors * spec.intermediate_size * max(spec.experts_per_token, 1)
+    attention = spec.query_size + spec.attended_size
+    attention += spec.num_kv_heads * (spec.head_dim + spec.value_dim)
+    expert_width = spec.experts_per_token * spec.expert_size + spec.shared_expert_size
+    dense_width = spec.intermediate_size if spec.num_expert_layers < spec.num_layers else 0
+    mlp = spec.mlp_products * max(dense_width, expert_width)
     return 2 * spec.hidden_size + max(attention, mlp)
 
 

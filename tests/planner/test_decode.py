@@ -60,3 +60,30 @@ def test_a_window_bounds_what_decoding_reads() -> None:
     assert (
         longer.step_time_s == decode("mistralai/Mistral-7B-v0.1", context_length=4096).step_time_s
     )
+
+
+def test_latent_attention_decodes_on_the_latents() -> None:
+    result = decode("deepseek-ai/DeepSeek-V3", sequences=2, context_length=700)
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    dense, expert = 3 * 7168 * 18432, 3 * 7168 * 2048
+    linear = 61 * attention + 3 * dense + 58 * (9 * expert + 7168 * 256)
+    # Published: 37B parameters are active, with both vocabulary tables.
+    assert linear + 2 * 129280 * 7168 == pytest.approx(37e9, rel=0.02)
+    # A score needs 512 + 64 products, a value 512, in each of 128 heads.
+    cached = 61 * 2 * 128 * (512 + 64 + 512) * 700
+    assert result.flops_per_step == 2 * (2 * (linear + 129280 * 7168) + cached)
+
+
+def test_few_tokens_read_few_experts() -> None:
+    def linear_bytes(sequences: int) -> float:
+        result = decode("Qwen/Qwen3-30B-A3B", sequences=sequences)
+        (linear,) = [op for op in result.operations if op.name == "linear"]
+        return float(linear.bytes)
+
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    other = attention + 128 * 2048 + 2 * 2048 + 2 * 128
+    expert = 3 * 2048 * 768
+    assert linear_bytes(1) == pytest.approx(2 * 48 * (other + 8 * expert))
+    # The second token shares half of an expert of its eight with the first: 8 x 8 / 128.
+    assert linear_bytes(2) == pytest.approx(2 * 48 * (other + 15.5 * expert))
+    assert linear_bytes(1000) == pytest.approx(2 * 48 * (other + 128 * expert))

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.config_input import spec_from_config
+from planner.families import SUPPORTED_FAMILIES
 from planner.model import ModelSpec
 from planner.operations import (
     attended_pairs,
@@ -35,14 +36,34 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2")
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+OWN = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2},
+}
+FAMILIES = [family for family in SUPPORTED_FAMILIES if family != "gpt2"]
 LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
 EAGER = TrainingWorkload(attention=Attention.EAGER, precision=Precision.FP32)
 
 
 def small_spec(family: str) -> ModelSpec:
     """Return a small model of a family."""
-    config: dict[str, Any] = {"model_type": family, **SMALL}
+    config: dict[str, Any] = {"model_type": family, **SMALL, **OWN.get(family, {})}
     if family == "gpt2":
         config = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4}
     return spec_from_config(config, name=family)
@@ -51,7 +72,10 @@ def small_spec(family: str) -> ModelSpec:
 def counted_flops(spec: ModelSpec, b: int, s: int) -> tuple[int, int]:
     """Return forward and total FLOPs of a real eager training step on the CPU."""
     config = AutoConfig.for_model(**spec.hf_config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    # Experts one after the other: the counter does not know the grouped product.
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     tokens = torch.randint(0, spec.vocab_size, (b, s))
     with FlopCounterMode(display=False) as counter:
         loss = model(tokens, labels=tokens, use_cache=False).loss
@@ -60,7 +84,7 @@ def counted_flops(spec: ModelSpec, b: int, s: int) -> tuple[int, int]:
     return forward, counter.get_total_flops()
 
 
-@pytest.mark.parametrize("family", [*DENSE, "gpt2"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
 def test_flops_of_a_step_are_those_that_torch_counts(family: str) -> None:
     spec, b, s = small_spec(family), 2, 24
     costs = training_costs(spec, EAGER, float(b), float(s))
@@ -106,6 +130,22 @@ def attention_flops(attention: Attention, s: float, spec: ModelSpec = LLAMA) -> 
     """Return the forward FLOPs of attention over all layers for one row."""
     costs = attention_costs(spec, attention, element_sizes(Precision.BF16), 1.0, s)
     return float(sum(cost.flops for cost in costs))
+
+
+def test_falcon_computes_the_square_under_sdpa_too() -> None:
+    falcon = resolve_model("tiiuae/falcon-7b")
+    for kernel in (Attention.EAGER, Attention.SDPA):
+        assert attention_flops(kernel, 1024.0, falcon) == 32 * 4 * 4544 * 1024.0**2
+
+
+def test_latent_attention_scores_and_sums_vectors_of_two_widths() -> None:
+    spec = resolve_model("deepseek-ai/DeepSeek-V3")
+    costs = attention_costs(spec, Attention.SDPA, element_sizes(Precision.BF16), 1.0, 1000.0)
+    pairs = 61 * 1000 * 1001 / 2
+    assert [cost.flops for cost in costs] == [2 * 128 * 192 * pairs, 2 * 128 * 128 * pairs]
+    tokens = 61 * 1000
+    assert costs[0].bytes == tokens * (2 * 2 * 128 * 192 + 4 * 128)
+    assert costs[1].bytes == tokens * 2 * 2 * 128 * 128
 
 
 def test_fused_kernels_skip_half_of_the_square_and_eager_does_not() -> None:

@@ -62,6 +62,50 @@ def test_cache_bytes_per_token_of_published_models() -> None:
     assert kv_bytes_per_token(single, KvDtype.BF16) == 2 * 32 * 128 * 2
 
 
+def test_latent_attention_caches_one_latent_for_all_heads() -> None:
+    # DeepSeek-V3 keeps 70.272 KB per token ("Insights into DeepSeek-V3", table 1): 512 latent and
+    # 64 rotated elements in 61 layers.
+    spec = resolve_model("deepseek-ai/DeepSeek-V3")
+    assert kv_bytes_per_token(spec, KvDtype.BF16) == 70_272 == 61 * (512 + 64) * 2
+    assert kv_bytes_per_token(spec, KvDtype.INT8) == 61 * (512 + 64 + 2 * 4)
+    memory = memory_of(spec, context_length=1000, sequences=3)
+    (cache,) = [entry for entry in memory.ledger if entry.component == "kv_cache"]
+    assert (cache.shape, cache.bytes) == ((3, 1000, 576), 3 * 1000 * 70_272)
+    lite = resolve_model("deepseek-ai/DeepSeek-V2-Lite")
+    assert kv_bytes_per_token(lite, KvDtype.BF16) == 27 * 576 * 2
+
+
+def test_one_key_value_head_and_short_windows_make_small_caches() -> None:
+    falcon = resolve_model("tiiuae/falcon-7b")
+    assert kv_bytes_per_token(falcon, KvDtype.BF16) == 2 * 32 * 64 * 2
+    # Of 26 layers four see everything, 22 the last 512 tokens.
+    gemma = resolve_model("google/gemma-3-1b-it")
+    assert kv_sequence_bytes(gemma, KvDtype.BF16, 4096) == (4 * 4096 + 22 * 512) * 2 * 256 * 2
+
+
+def test_what_gpt_oss_adds_to_its_experts_stays_in_sixteen_bits() -> None:
+    spec = resolve_model("openai/gpt-oss-20b")
+    memory = memory_of(spec, weights_dtype=WeightsDtype.INT8)
+    stored = {entry.name.split("layers.0.")[-1]: entry for entry in memory.ledger}
+    for name in ("mlp.router.weight", "mlp.experts.down_proj_bias", "self_attn.sinks"):
+        assert stored[name].dtype == "bf16"
+    # Its experts store inputs as rows: one scale for each of 32 x 2 x 2880 outputs.
+    gate_up = stored["mlp.experts.gate_up_proj"]
+    assert gate_up.bytes == 24 * (32 * 2880 * 5760 + 2 * 32 * 5760)
+
+
+def test_the_widest_moment_counts_the_experts_that_a_token_visits() -> None:
+    def width(name: str) -> int:
+        (entry,) = [e for e in memory_of(resolve_model(name)).ledger if "prefill.act" in e.name]
+        return entry.shape[1]
+
+    assert width("Qwen/Qwen3-30B-A3B") == 2 * 2048 + 3 * 8 * 768
+    # Keys of 192 and values of 128 in 128 heads, beside as many queries and outputs.
+    attention = 2 * 128 * 192 + 2 * 128 * 128
+    assert width("deepseek-ai/DeepSeek-V3") == 2 * 7168 + max(attention, 3 * 18432)
+    assert width("facebook/opt-6.7b") == 2 * 4096 + 2 * 16384
+
+
 @pytest.mark.parametrize(
     ("dtype", "per_token"),
     [
