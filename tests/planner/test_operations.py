@@ -36,7 +36,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-LATENT = {
+LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 40,
     "kv_lora_rank": 36,
@@ -49,7 +49,7 @@ LATENT = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
-OWN = {
+OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
