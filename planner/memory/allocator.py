@@ -33,7 +33,7 @@ class ReplayedOutOfMemoryError(Exception):
     """A segment that the capacity has no room for, even with all cached segments given back."""
 
 
-class _Block:
+class Block:
     __slots__ = ("address", "following", "is_free", "pool", "preceding", "size_bytes")
 
     def __init__(self, address: int, size_bytes: int, pool: list[tuple[int, int]]) -> None:
@@ -41,8 +41,8 @@ class _Block:
         self.size_bytes = size_bytes
         self.pool = pool
         self.is_free = False
-        self.preceding: _Block | None = None
-        self.following: _Block | None = None
+        self.preceding: Block | None = None
+        self.following: Block | None = None
 
 
 class CachingAllocator:
@@ -56,7 +56,7 @@ class CachingAllocator:
         self.num_retries = 0
         self._capacity_bytes = capacity_bytes
         self._pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        self._free: dict[int, _Block] = {}
+        self._free: dict[int, Block] = {}
         self._next_address = _TOP_ADDRESS
         self._chunk_ends: list[tuple[int, int]] = []
 
@@ -64,7 +64,7 @@ class CachingAllocator:
         """Start a new peak at what is allocated now."""
         self.peak_allocated_bytes = self.allocated_bytes
 
-    def allocate(self, size_bytes: int, stream: int = 0) -> _Block:
+    def allocate(self, size_bytes: int, stream: int = 0) -> Block:
         """Give a block of at least `size_bytes` (positive) on `stream`."""
         size = -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
         is_small = size <= SMALL_REQUEST_BYTES
@@ -83,7 +83,7 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
         return block
 
-    def release(self, block: _Block) -> None:
+    def release(self, block: Block) -> None:
         """Take a block back and merge it with free neighbours."""
         self.allocated_bytes -= block.size_bytes
         before, after = block.preceding, block.following
@@ -96,7 +96,7 @@ class CachingAllocator:
             block = before
         self._give(block)
 
-    def _new_segment(self, size: int, is_small: bool, pool: list[tuple[int, int]]) -> _Block:
+    def _new_segment(self, size: int, is_small: bool, pool: list[tuple[int, int]]) -> Block:
         if is_small:
             segment = SMALL_SEGMENT_BYTES
         elif size < LARGE_REQUEST_BYTES:
@@ -110,7 +110,7 @@ class CachingAllocator:
                 raise ReplayedOutOfMemoryError
         self.reserved_bytes += segment
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return _Block(self._place(segment), segment, pool)
+        return Block(self._place(segment), segment, pool)
 
     def _has_room(self, segment: int) -> bool:
         return self._capacity_bytes is None or self.reserved_bytes + segment <= self._capacity_bytes
@@ -136,26 +136,26 @@ class CachingAllocator:
             self._chunk_ends.insert(0, (self._next_address + segment, chunk - segment))
         return self._next_address
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size_bytes - size, block.pool)
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.address + size, block.size_bytes - size, block.pool)
         rest.preceding, rest.following = block, block.following
         if block.following is not None:
             block.following.preceding = rest
         block.following, block.size_bytes = rest, size
         self._give(rest)
 
-    def _give(self, block: _Block) -> None:
+    def _give(self, block: Block) -> None:
         block.is_free = True
         self._free[block.address] = block
         insort(block.pool, (block.size_bytes, block.address))
 
-    def _take(self, block: _Block) -> None:
+    def _take(self, block: Block) -> None:
         block.is_free = False
         del self._free[block.address]
         del block.pool[bisect_left(block.pool, (block.size_bytes, block.address))]
 
     @staticmethod
-    def _join(block: _Block, after: _Block) -> None:
+    def _join(block: Block, after: Block) -> None:
         block.size_bytes += after.size_bytes
         block.following = after.following
         if after.following is not None:
