@@ -71,6 +71,7 @@ class Fsdp2States:
         accumulates: bool,
     ) -> None:
         sizes = Precisions.of(precision, Engine.FSDP2)
+        self._precision = precision
         low = precision in (Precision.MIXED, Precision.BF16)
         self._compute = _BF16_BYTES if low else _FP32_BYTES
         self._stored, self._state_bytes = sizes.parameter, sizes.state
@@ -150,7 +151,7 @@ class Fsdp2States:
             shards = self.shard.layers.total(first_finished(place, self._layers))
         after_loss = place.in_backward and place.section != "loss_backward"
         root = after_loss * (self._numel.root - self._embedding_numel)
-        tied = tied_shares(place) * self._tied_numel
+        tied = tied_shares(place, self._precision) * self._tied_numel
         return shards * self._stored + (root + tied) * self._compute
 
     def _last_reduction(self, place: Place) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from planner.memory.allocator import CachingAllocator
+from planner.memory.expandable import ExpandableAllocator
 from planner.memory.sections import (
     COMPONENTS,
     FORWARD_ABOVE,
@@ -34,8 +35,9 @@ Blocks = list[Any]
 class Memory:
     """A caching allocator whose blocks are held under keys."""
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.allocator = CachingAllocator(capacity_bytes)
+    def __init__(self, capacity_bytes: int | None = None, expandable: bool = False) -> None:
+        kind = ExpandableAllocator if expandable else CachingAllocator
+        self.allocator = kind(capacity_bytes)
         self._held: dict[Any, Any] = {}
 
     def take(self, key: Any, size_bytes: int, stream: int = 0) -> None:
@@ -100,8 +102,10 @@ class ModelReplay:
         engine: EngineReplay,
         micro_batch: int,
         sequence_length: int,
+        casts_weights: bool,
     ) -> None:
         self._num_layers, self._engine = spec.num_layers, engine
+        self._casts_weights = casts_weights
         self._allocator = memory.allocator
         values = monomial_values(spec, steps.monomials, micro_batch, sequence_length)
         sizes = [round(value * 2) for value in values.tolist()]  # halves: head_dim may be odd
@@ -176,16 +180,25 @@ class ModelReplay:
             self._engine.first_gradient(group, layer)
 
     def _join_tied(self, own: Blocks, gradients: Blocks) -> None:
-        """Once the embedding's share exists both are summed into a third tensor, and freed."""
+        """Once the embedding's share exists both are summed, and what is left over is freed.
+
+        Into the head's share where that is the result of autocast's cast; where it is the view that
+        a product's backward gives, autograd makes a third tensor (read from allocator snapshots on
+        an H200, torch 2.11; torch/csrc/autograd/input_buffer.cpp, accumulate).
+        """
         if len(own) <= self._joining_row:
             return
         embedding_share, head_share = own[self._joining_row], self._tied_block
-        total = self._allocator.allocate(head_share.size_bytes)
+        if self._casts_weights:
+            total = head_share
+        else:
+            total = self._allocator.allocate(head_share.size_bytes)
         own[self._joining_row], self._tied_block = total, None
         if embedding_share in gradients:
             gradients[gradients.index(embedding_share)] = total
         self._allocator.release(embedding_share)
-        self._allocator.release(head_share)
+        if total is not head_share:
+            self._allocator.release(head_share)
 
     def _referred(self, section: str, layer: int, code: int, own: Blocks) -> list[Blocks]:
         if code == THIS:

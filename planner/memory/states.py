@@ -64,10 +64,14 @@ def _ceil_div(numerator: Any, denominator: Any) -> Any:
     return -(-numerator // denominator)
 
 
-def tied_shares(place: Place) -> int:
-    """Gradients of a tied weight that autograd holds beside the one of the running section."""
+def tied_shares(place: Place, precision: Precision) -> int:
+    """Gradients of a tied weight that autograd holds beside the one of the running section.
+
+    Both shares are summed into a third tensor, under autocast into the head's (see `replay`).
+    """
     after_loss = place.in_backward and place.section != "loss_backward"
-    return after_loss + (place.section == "embed_backward")
+    joins_apart = precision is not Precision.AUTOCAST
+    return after_loss + (joins_apart and place.section == "embed_backward")
 
 
 def first_finished(place: Place, num_layers: int) -> int:
@@ -92,6 +96,7 @@ class PeakmarkStates:
         accumulates: bool,
     ) -> None:
         self._bytes = Precisions.of(precision, Engine.PEAKMARK)
+        self._precision = precision
         self._stage, self._accumulates = stage, accumulates
         self._layers = spec.num_layers
         self._embeds_once = len(group_shapes(spec)["embedding"]) == 1
@@ -130,9 +135,8 @@ class PeakmarkStates:
         return {
             "gathered": self._gathered(place) * self._bytes.parameter,
             "gradients": self._gradients(place) * self._bytes.gradient,
-            # Autograd holds the head's share of a tied weight until the embedding's is there, and
-            # then sums both into a third tensor.
-            "temporary": tied_shares(place) * self._tied_numel * self._bytes.gradient,
+            # Autograd holds the head's share of a tied weight until the embedding's is there.
+            "temporary": tied_shares(place, self._precision) * self._tied_numel * self._bytes.gradient,
         }
 
     def _gathered(self, place: Place) -> Any:
@@ -167,7 +171,7 @@ class PeakmarkStates:
         if place.section == "embed_backward" and self._embeds_once:
             # The buffer begins when only the sum of a tied weight's shares is left. With learned
             # positions it begins before, at their gradient.
-            sizes[0] = sizes[0] - tied_shares(place) * self._tied_numel
+            sizes[0] = sizes[0] - tied_shares(place, self._precision) * self._tied_numel
         return tuple(size * self._bytes.gradient for size in sizes)
 
     def at_section_end(self, place: Place) -> Parts:
