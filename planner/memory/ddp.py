@@ -1,0 +1,165 @@
+"""Bytes that DDP holds at each place of a step, alone or under ZeroRedundancyOptimizer.
+
+Read in torch 2.11: torch/csrc/distributed/c10d/reducer.cpp (buckets) and
+torch/distributed/optim/zero_redundancy_optimizer.py (whole parameters dealt out by size).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from planner.memory.groups import Place, group_numels
+from planner.memory.optimizers import (
+    Stepped,
+    optimizer_states,
+    temporaries_peak_bytes,
+    whole_parameters,
+)
+from planner.memory.states import HeldGroup, Parts, Precisions, tied_shares
+from planner.model import ModelSpec
+from planner.units import MIB_BYTES
+from planner.workload import Engine, Optimizer, Precision
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB_BYTES, 25 * MIB_BYTES
+
+
+def bucket_bytes(sizes_bytes: Sequence[int]) -> list[int]:
+    """Return the bytes of DDP's buckets, for gradients of `sizes_bytes` in order of readiness.
+
+    A bucket takes gradients until it holds its limit (1 MiB the first, then 25 MiB) or more.
+    """
+    buckets: list[int] = []
+    filled = 0
+    for size_bytes in sizes_bytes:
+        filled += size_bytes
+        if filled >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(filled)
+            filled = 0
+    return [*buckets, filled] if filled else buckets
+
+
+@lru_cache(maxsize=64)
+def model_order(spec: ModelSpec, itemsize: int) -> tuple[tuple[str, Stepped], ...]:
+    """Every parameter with its group, in the order of `model.parameters()`."""
+    groups = whole_parameters(spec, itemsize)
+    return (
+        *(("embedding", tensor) for tensor in groups.embedding),
+        *(("layers", t) for layer in range(spec.num_layers) for t in groups.layers[layer]),
+        *(("head", tensor) for tensor in groups.head),
+    )
+
+
+@lru_cache(maxsize=512)
+def owned(
+    spec: ModelSpec, itemsize: int, world_size: int, rank: int = 0
+) -> tuple[tuple[str, Stepped], ...]:
+    """What ZeroRedundancyOptimizer gives `rank` to step, in its order.
+
+    Parameters are dealt out from the largest, each to the first rank with the fewest elements.
+    """
+    ordered = sorted(model_order(spec, itemsize), key=lambda pair: -pair[1].numel)
+    loads = [(0, other) for other in range(min(world_size, len(ordered)))]
+    own = []
+    for group, tensor in ordered:
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + tensor.numel, owner))
+        if owner == rank:
+            own.append((group, tensor))
+    return tuple(own)
+
+
+class DdpStates:
+    """DDP at stage 0, ZeroRedundancyOptimizer over it at stage 1.
+
+    Gradients live in DDP's buckets, which are made once and stay, in the forward too: what
+    autograd makes of a parameter is copied into its bucket and freed.
+    """
+
+    gradients = "added"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        precision: Precision,
+        optimizer: Optimizer,
+        stage: int,
+        world_size: Any,
+        accumulates: bool,
+    ) -> None:
+        self._spec, self._optimizer = spec, optimizer
+        self._bytes, self._precision = Precisions.of(precision, Engine.DDP), precision
+        self._shards, self._world_size = stage == 1, world_size
+        self._numels = group_numels(spec)
+        self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
+
+    def persistent(self) -> Parts:
+        """Parameters and this rank's optimizer states, in bytes."""
+        return {
+            "parameters": self._numels.total() * self._bytes.parameter,
+            "optimizer": self._of_rank_0(self._state_bytes),
+        }
+
+    def _state_bytes(self, tensors: Sequence[tuple[str, Stepped]]) -> int:
+        states = optimizer_states(self._optimizer, (tensor for _, tensor in tensors))
+        return int(sum(state.size_bytes for state in states))
+
+    def _of_rank_0(self, size: Callable[[Sequence[tuple[str, Stepped]]], int]) -> Any:
+        """Evaluate `size` for what rank 0 steps, for every world size where that matters."""
+        itemsize = self._bytes.state
+        if not self._shards:
+            return size(model_order(self._spec, itemsize))
+        worlds = np.asarray(self._world_size)
+        sizes = [size(owned(self._spec, itemsize, int(n))) for n in worlds.flat]
+        return np.array(sizes).reshape(worlds.shape) if worlds.ndim else sizes[0]
+
+    def held_numels(self) -> list[HeldGroup]:
+        """Per kind of group the parameters kept, and what rank 0 steps of them."""
+        if self._shards:
+            return [self._dealt(name) for name in ("embedding", "layers", "head")]
+        tensors = whole_parameters(self._spec, self._bytes.state)
+        states = tensors.map(lambda group: optimizer_states(self._optimizer, group))
+        layers = zip(self._numels.layers.by_kind(), states.layers.sizes, strict=True)
+        embedding, head = self._numels.embedding, self._numels.head
+        return [
+            HeldGroup("embedding", 1, embedding, embedding, states.embedding),
+            *(HeldGroup(name, count, numel, numel, own) for (name, count, numel), own in layers),
+            HeldGroup("head", 1, head, head, states.head),
+        ]
+
+    def _dealt(self, name: str) -> HeldGroup:
+        kept = self._numels.layers.total() if name == "layers" else getattr(self._numels, name)
+        pairs = owned(self._spec, self._bytes.state, int(self._world_size))
+        own = [tensor for group, tensor in pairs if group == name]
+        stepped = sum(tensor.numel for tensor in own)
+        return HeldGroup(name, 1, kept, stepped, optimizer_states(self._optimizer, own))
+
+    def at(self, place: Place) -> Parts:
+        """The buckets, and the shares of a tied weight that autograd holds, in bytes."""
+        return {
+            "gathered": 0,
+            "gradients": self._numels.total() * self._bytes.gradient,
+            "temporary": tied_shares(place, self._precision) * self._tied_numel * self._bytes.gradient,
+        }
+
+    def flat(self, place: Place) -> tuple[Any, ...]:
+        """Nothing: the buckets are there already."""
+        return (0, 0, 0)
+
+    def at_section_end(self, place: Place) -> Parts:
+        """Nothing: buckets are reduced in place."""
+        return {}
+
+    def optimizer_step(self) -> Parts:
+        """The buckets, and what the optimizer holds for a moment, in bytes."""
+        return {
+            "gradients": self._numels.total() * self._bytes.gradient,
+            "temporary": self._of_rank_0(self._temporary_bytes),
+        }
+
+    def _temporary_bytes(self, tensors: Sequence[tuple[str, Stepped]]) -> int:
+        return int(temporaries_peak_bytes(self._optimizer, [tensor for _, tensor in tensors]))

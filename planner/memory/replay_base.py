@@ -1,0 +1,69 @@
+"""What every engine allocates around a model's sections, whichever it is (see `replay`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from planner.memory.optimizers import (
+    Stepped,
+    keeps_step_on_device,
+    optimizer_calls,
+    shared_states,
+    step_temporaries,
+    tensor_states,
+)
+from planner.memory.replay import Memory
+from planner.model import ModelSpec
+from planner.workload import TrainingWorkload
+
+_TOKEN_BYTES, _SCALAR_BYTES = 8, 4
+
+
+class EngineBase:
+    """What all engines share: the token batch, library workspaces, optimizer states."""
+
+    def __init__(
+        self, spec: ModelSpec, workload: TrainingWorkload, memory: Memory, workspaces_bytes: int
+    ) -> None:
+        self._memory, self._workload = memory, workload
+        self._num_layers, self._tied = spec.num_layers, spec.tie_word_embeddings
+        self._workspace_bytes = workspaces_bytes // 2
+
+    def _take_tokens(self) -> None:
+        tokens = self._workload.micro_batch * self._workload.sequence_length
+        self._memory.take("tokens", tokens * _TOKEN_BYTES)
+
+    def _take_workspace(self, section: str) -> None:
+        # One per thread that multiplies: the main thread's here, autograd's at its first product.
+        if section == "first_layer":
+            self._memory.take(("workspace", "forward"), self._workspace_bytes)
+
+    def first_backward_product(self) -> None:
+        """Autograd's thread multiplies for the first time."""
+        self._memory.take(("workspace", "backward"), self._workspace_bytes)
+
+    def _step_tensors(self, key: Any, tensors: Sequence[Stepped]) -> None:
+        """Step the optimizers of `tensors`; states appear the first time."""
+        for number, called in enumerate(optimizer_calls(self._workload.optimizer, tensors)):
+            for index, tensor in enumerate(called):
+                self._take_states((key, number, index), tensor)
+            for state in shared_states(self._workload.optimizer):
+                self._memory.take(("state", key, state.name), state.size_bytes)
+            self._bind_temporaries(called)
+
+    def _take_states(self, key: Any, tensor: Stepped) -> None:
+        optimizer = self._workload.optimizer
+        if keeps_step_on_device(optimizer, tensor):
+            self._memory.take(("step", key), _SCALAR_BYTES)
+        for state in tensor_states(optimizer, tensor):
+            self._memory.take(("state", key, state.name), state.size_bytes)
+
+    def _bind_temporaries(self, tensors: Sequence[Stepped]) -> None:
+        bound: dict[Any, Any] = {}
+        for number, (name, size_bytes) in enumerate(
+            step_temporaries(self._workload.optimizer, tensors)
+        ):
+            self._memory.take(("temporary", number), size_bytes)
+            self._memory.give(bound.get(name))
+            bound[name] = ("temporary", number)

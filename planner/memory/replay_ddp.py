@@ -1,0 +1,89 @@
+"""What DDP and ZeroRedundancyOptimizer allocate around a model's sections (see `replay`)."""
+
+from __future__ import annotations
+
+from planner.memory.ddp import bucket_bytes, model_order, owned
+from planner.memory.replay import Blocks, Memory
+from planner.memory.replay_base import EngineBase
+from planner.memory.states import Precisions
+from planner.model import ModelSpec
+from planner.units import MIB_BYTES
+from planner.workload import Parallelism, TrainingWorkload
+
+# DDP broadcasts the first values in flat pieces of this size, two at a time.
+_BROADCAST_BYTES = 250 * MIB_BYTES
+_IN_FLIGHT = 2
+
+
+class DdpReplay(EngineBase):
+    """One bucket for the whole model in the first backward, the lasting ones from then on."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        workload: TrainingWorkload,
+        parallelism: Parallelism,
+        memory: Memory,
+        workspaces_bytes: int,
+    ) -> None:
+        super().__init__(spec, workload, memory, workspaces_bytes)
+        sizes = Precisions.of(workload.precision, parallelism.engine)
+        pairs = model_order(spec, sizes.state)
+        self._parameters = [tensor.numel * sizes.parameter for _, tensor in pairs]
+        self._gradients = [tensor.numel * sizes.gradient for _, tensor in pairs]
+        if parallelism.zero_stage == 1:
+            pairs = owned(spec, sizes.state, parallelism.world_size)
+        self._stepped = [tensor for _, tensor in pairs]
+        self._forwards = 0
+
+    def start(self) -> None:
+        """Parameters one by one, their broadcast, one bucket of all gradients."""
+        memory = self._memory
+        for number, size_bytes in enumerate(self._parameters):
+            memory.take(("parameter", number), size_bytes)
+        if self._tied:
+            # Until it is tied again, the head has a tensor of its own.
+            memory.take("untied", self._parameters[0])
+            memory.give("untied")
+        self._broadcast()
+        memory.take(("bucket", "first"), sum(self._gradients))
+        self._take_tokens()
+
+    def _broadcast(self) -> None:
+        pieces: list[list[int]] = [[]]
+        for size_bytes in self._parameters:
+            pieces[-1].append(size_bytes)
+            if sum(pieces[-1]) >= _BROADCAST_BYTES:
+                pieces.append([])
+        # A piece of one tensor is a view of it.
+        flat = [sum(piece) if len(piece) > 1 else 0 for piece in pieces if piece]
+        for number, size_bytes in enumerate(flat):
+            self._memory.give(("piece", number - _IN_FLIGHT))
+            self._memory.take(("piece", number), size_bytes)
+        self._memory.give(*(("piece", number) for number in range(len(flat))))
+
+    def before(self, section: str, layer: int) -> None:
+        """Before the second forward, make the buckets in the order gradients were ready."""
+        if section == "embed":
+            self._forwards += 1
+            if self._forwards == 2:
+                self._rebuild_buckets()
+        self._take_workspace(section)
+
+    def _rebuild_buckets(self) -> None:
+        memory, first = self._memory, ("bucket", "first")
+        if self._workload.grad_accumulation == 1:
+            memory.give(first)
+        for number, size_bytes in enumerate(bucket_bytes(self._gradients[::-1])):
+            memory.take(("bucket", number), size_bytes)
+        memory.give(first)  # gradients of a micro-batch were copied out of it
+
+    def first_gradient(self, group: int, layer: int) -> None:
+        """Nothing: the buckets are there already."""
+
+    def after(self, section: str, layer: int, gradients: Blocks) -> None:
+        """Nothing: gradients were copied into their buckets one by one."""
+
+    def optimizer_step(self) -> None:
+        """Step this rank's parameters; the buckets stay."""
+        self._step_tensors("all", self._stepped)

@@ -1,0 +1,153 @@
+"""What FSDP2 allocates around a model's sections, in order and stream by stream (see `replay`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from planner.memory.groups import Rows, group_shapes
+from planner.memory.optimizers import Stepped
+from planner.memory.replay import Blocks, Memory
+from planner.memory.replay_base import EngineBase
+from planner.memory.states import Precisions
+from planner.model import ModelSpec
+from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
+
+_GATHER_STREAM, _REDUCE_STREAM = 1, 2
+
+
+class Fsdp2Replay(EngineBase):
+    """FSDP2 with its gather and reduce streams (torch/distributed/fsdp/_fully_shard)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        workload: TrainingWorkload,
+        parallelism: Parallelism,
+        memory: Memory,
+        workspaces_bytes: int,
+    ) -> None:
+        super().__init__(spec, workload, memory, workspaces_bytes)
+        sizes = Precisions.of(workload.precision, Engine.FSDP2)
+        low = workload.precision in (Precision.MIXED, Precision.BF16)
+        self._compute, self._stored, self._state = 2 if low else 4, sizes.parameter, sizes.state
+        self._ranks, self._reshards = parallelism.world_size, parallelism.zero_stage == 3
+        shapes = group_shapes(spec)
+        self._layer_shapes, self._root_shapes = (
+            shapes["layers"],
+            shapes["embedding"] + shapes["head"],
+        )
+        self._embedding_parameters = len(shapes["embedding"])
+        self._root_gradients: Blocks = []
+
+    def _units(self) -> list[tuple[str, int]]:
+        return [*(("layer", index) for index in range(self._num_layers)), ("root", 0)]
+
+    def _shapes(self, unit: tuple[str, int]) -> Rows:
+        return self._root_shapes if unit[0] == "root" else self._layer_shapes[unit[1]]
+
+    def _shards(self, unit: tuple[str, int]) -> list[int]:
+        return [-(-rows // self._ranks) * columns for rows, columns in self._shapes(unit)]
+
+    def start(self) -> None:
+        """Empty shards of all parameters, then each filled from a whole tensor."""
+        memory = self._memory
+        ordered = self._in_model_order()
+        for unit, index in ordered:
+            memory.take(("parameter", unit, index), self._shards(unit)[index] * self._stored)
+        for unit, index in ordered:
+            rows, columns = self._shapes(unit)[index]
+            memory.take("whole", rows * columns * self._stored)
+            memory.give("whole")
+        self._take_tokens()
+
+    def _in_model_order(self) -> list[tuple[tuple[str, int], int]]:
+        root = [(("root", 0), index) for index in range(len(self._root_shapes))]
+        layers = [
+            (("layer", layer), index)
+            for layer in range(self._num_layers)
+            for index in range(len(self._layer_shapes[layer]))
+        ]
+        return [*root[: self._embedding_parameters], *layers, *root[self._embedding_parameters :]]
+
+    def before(self, section: str, layer: int) -> None:
+        """Gather as FSDP2's hooks do: a unit at its forward, the next one ahead in the backward."""
+        self._gather_for(section, layer)
+        self._take_workspace(section)
+
+    def _gather_for(self, section: str, layer: int) -> None:
+        unit = ("layer", layer)
+        if section == "embed":
+            self._gather(("root", 0))
+            self._copy_out(("root", 0))
+        elif section == "loss_backward" and self._reshards:
+            self._gather(("layer", self._num_layers - 1))
+        elif section.endswith("layer_backward"):
+            self._before_backward(unit)
+        elif "layer" in section:
+            self._gather(unit)
+            self._memory.give(("gathered", ("layer", layer - 1) if layer else ("root", 0)))
+            self._copy_out(unit)
+
+    def _before_backward(self, unit: tuple[str, int]) -> None:
+        if not self._reshards:
+            return
+        self._copy_out(unit)
+        self._memory.give(("gathered", unit))
+        if unit[1] > 0:
+            self._gather(("layer", unit[1] - 1))
+
+    def _gather(self, unit: tuple[str, int]) -> None:
+        if self._ranks == 1:
+            return
+        memory, size_bytes = self._memory, sum(self._shards(unit)) * self._compute
+        if self._compute != self._stored:
+            memory.take("cast", size_bytes, _GATHER_STREAM)
+        memory.take(("gathered", unit), size_bytes * self._ranks, _GATHER_STREAM)
+        memory.give("cast")
+
+    def _copy_out(self, unit: tuple[str, int]) -> None:
+        for index, shard in enumerate(self._shards(unit)):
+            size_bytes = shard * self._ranks * self._compute
+            if self._ranks == 1 and self._compute != self._stored:
+                self._memory.take("cast", size_bytes)
+            self._memory.take(("copy", unit, index), size_bytes)
+            self._memory.give("cast")
+
+    def _free_copy(self, unit: tuple[str, int]) -> None:
+        self._memory.give(*(("copy", unit, i) for i in range(len(self._shapes(unit)))))
+
+    def first_gradient(self, group: int, layer: int) -> None:
+        """Nothing: FSDP2 takes the gradients that autograd made."""
+
+    def after(self, section: str, layer: int, gradients: Blocks) -> None:
+        """Free a unit after its forward, reduce it after its backward."""
+        if section == "loss":
+            self._memory.give(("gathered", ("layer", self._num_layers - 1)))
+        elif section == "loss_backward":
+            self._root_gradients = gradients
+        elif section == "embed_backward":
+            self._reduce(("root", 0), [*self._root_gradients, *gradients])
+            self._memory.give("reduced")
+        elif section.endswith("layer_backward"):
+            self._reduce(("layer", layer), gradients)
+        elif "layer" in section and self._reshards:
+            self._free_copy(("layer", layer))
+
+    def _reduce(self, unit: tuple[str, int], gradients: Sequence[Any]) -> None:
+        memory, shard_bytes = self._memory, sum(self._shards(unit)) * self._stored
+        self._free_copy(unit)
+        memory.give("reduced")
+        memory.take("reduced", shard_bytes * self._ranks)
+        for block in gradients:
+            if block is not None:
+                memory.allocator.release(block)
+        kept = ("gradient", unit)
+        memory.take(kept if not memory.holds(kept) else "added", shard_bytes, _REDUCE_STREAM)
+        memory.give("added")
+
+    def optimizer_step(self) -> None:
+        """Step all parameters at once (foreach, fused) or one by one, then free the gradients."""
+        numels = [self._shards(unit)[index] for unit, index in self._in_model_order()]
+        self._step_tensors("all", [Stepped((numel,), self._state) for numel in numels])
+        self._memory.give(*(("gradient", unit) for unit in self._units()))

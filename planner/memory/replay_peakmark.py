@@ -1,0 +1,112 @@
+"""What our engine allocates around a model's sections, in order (see `replay`)."""
+
+from __future__ import annotations
+
+from planner.memory.groups import group_numels
+from planner.memory.optimizers import stepped_groups
+from planner.memory.replay import Blocks, Memory
+from planner.memory.replay_base import EngineBase
+from planner.memory.sections import FLAT_GROUPS
+from planner.memory.states import Precisions
+from planner.model import ModelSpec
+from planner.workload import Engine, Parallelism, TrainingWorkload
+
+_FP32_BYTES = 4
+
+
+class PeakmarkReplay(EngineBase):
+    """Our engine: flat groups on the default stream (runners/zero/engine.py)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        workload: TrainingWorkload,
+        parallelism: Parallelism,
+        memory: Memory,
+        workspaces_bytes: int,
+    ) -> None:
+        super().__init__(spec, workload, memory, workspaces_bytes)
+        self._stage = parallelism.zero_stage
+        self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK)
+        ranks = parallelism.world_size
+        self._shard = group_numels(spec).map(lambda numel: -(-numel // ranks))
+        self._whole = self._shard.map(lambda shard: shard * ranks)
+        layers = [("layer", index) for index in range(spec.num_layers)]
+        self._groups = [("embedding", 0), *layers, ("head", 0)]
+        stepped = self._whole if self._stage == 0 else self._shard
+        self._tensors = stepped_groups(spec, workload.optimizer, stepped, self._sizes.state)
+
+    def start(self) -> None:
+        """Flat parameters group by group, then the master copies."""
+        memory, sizes = self._memory, self._sizes
+        for group in self._groups:
+            memory.take(("whole", group), self._whole.of(*group) * sizes.parameter)
+            if self._stage == 3:
+                memory.take(("shard", group), self._shard.of(*group) * sizes.parameter)
+                memory.give(("whole", group))
+        for group in self._groups:
+            memory.take(("master", group), self._stepped(group) * sizes.master)
+        self._take_tokens()
+
+    def before(self, section: str, layer: int) -> None:
+        """Gather the groups of stage 3."""
+        if self._stage == 3:
+            for group in _groups_of(section, layer):
+                self._memory.take(("whole", group), self._whole.of(*group) * self._sizes.parameter)
+        self._take_workspace(section)
+
+    def first_gradient(self, group: int, layer: int) -> None:
+        """Make the group's flat gradient."""
+        name = FLAT_GROUPS[group].removeprefix("flat_")
+        self._take_gradient((name, layer if name == "layer" else 0))
+
+    def _take_gradient(self, group: tuple[str, int]) -> None:
+        size_bytes = self._whole.of(*group) * self._sizes.gradient
+        self._memory.take(("gradient", group), size_bytes)
+
+    def after(self, section: str, layer: int, gradients: Blocks) -> None:
+        """Release a layer after its forward; reduce a group after its backward."""
+        if not section.endswith("_backward"):
+            if self._stage == 3 and "layer" in section:
+                self._memory.give(("whole", ("layer", layer)))
+            return
+        group = _finished_group(section, layer)
+        if section == "loss_backward" and self._tied:
+            self._take_gradient(group)  # the final norm's, after the tied weight's share
+        if self._stage >= 2:
+            self._reduce(group)
+        if self._stage == 3:
+            self._memory.give(("whole", group))
+
+    def _reduce(self, group: tuple[str, int]) -> None:
+        memory, size_bytes = self._memory, self._shard.of(*group) * self._sizes.gradient
+        kept = ("gradient shard", group)
+        is_first = not memory.holds(kept)
+        memory.take(kept if is_first else "reduced", size_bytes)
+        memory.give(("gradient", group), "reduced")
+
+    def _stepped(self, group: tuple[str, int]) -> int:
+        numel: int = (self._whole if self._stage == 0 else self._shard).of(*group)
+        return numel
+
+    def optimizer_step(self) -> None:
+        """Step group by group, with the gradient cast to fp32 beside a master copy."""
+        for group in self._groups:
+            numel = self._stepped(group)
+            if self._sizes.master:
+                self._memory.take("cast", numel * _FP32_BYTES)
+            self._step_tensors(group, self._tensors.of(*group))
+            self._memory.give("cast")
+        for group in self._groups:
+            self._memory.give(("gradient", group), ("gradient shard", group))
+
+
+def _groups_of(section: str, layer: int) -> list[tuple[str, int]]:
+    if "layer" in section:
+        return [("layer", layer)]
+    return {"embed": [("embedding", 0)], "head": [("head", 0)]}.get(section, [])
+
+
+def _finished_group(section: str, layer: int) -> tuple[str, int]:
+    named = {"loss_backward": ("head", 0), "embed_backward": ("embedding", 0)}
+    return named.get(section, ("layer", layer))
