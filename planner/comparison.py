@@ -65,9 +65,14 @@ def compare(
 def _memory_pairs(
     memory: Mapping[str, Any], measured: Mapping[str, Any], world: str
 ) -> list[tuple[str, float | None, float | None]]:
-    """Pair the counters of one rank; ranks that share a GPU see one another's device bytes."""
+    """Pair the counters of one rank; ranks that share a GPU see one another's device bytes.
+
+    Device bytes are read as a run ends: fewer than the most that was reserved say that segments
+    had been given back by then, and not what the run needed.
+    """
     predicted = {name: memory.get(f"{name}_bytes") for name in MEMORY_QUANTITIES}
-    if world == "shared":
+    seen = {name: measured.get(f"{name}_bytes") or 0 for name in ("reserved", "device")}
+    if world == "shared" or seen["device"] < seen["reserved"]:
         predicted["device"] = None
     if world == "solo" and predicted["device"] is not None:
         # A rank alone has no communicator.

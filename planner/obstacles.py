@@ -97,7 +97,6 @@ _NOT_BUILT_FIELDS = frozenset(
         "base_dtype",
         "frozen_layers",
         "packed",
-        "expandable_segments",
     )
 )
 _NOT_BUILT_VALUES = frozenset(("selective", "ddp", "zero_redundancy", "deepspeed"))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from planner.hardware import Gpu
+from planner.memory.replay import Replayed
 from planner.units import KIB_BYTES, MIB_BYTES
 from planner.workload import Attention, Engine, Precision, TrainingWorkload
 
@@ -115,12 +116,15 @@ class Overheads:
         return cls._of(allocated_bytes, segment_bytes, outside, formula)
 
     @classmethod
-    def replayed(cls, allocated_bytes: int, reserved_bytes: int, outside: Outside) -> Overheads:
+    def replayed(cls, allocated_bytes: int, replayed: Replayed, outside: Outside) -> Overheads:
         """Take segments from a replay of the caching allocator."""
         formula = (
             "held by the allocator without a tensor in it: its rules replayed over three steps"
         )
-        return cls._of(allocated_bytes, reserved_bytes - allocated_bytes, outside, formula)
+        if replayed.num_retries:
+            formula += f"; memory is short, cached segments are given back {replayed.num_retries} x"
+        segment_bytes = replayed.reserved_bytes - allocated_bytes
+        return cls._of(allocated_bytes, segment_bytes, outside, formula)
 
     @classmethod
     def _of(

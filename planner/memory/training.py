@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,19 @@ import numpy.typing as npt
 
 from planner.hardware import Gpu
 from planner.memory import ledger
+from planner.memory.allocator import ReplayedOutOfMemoryError
 from planner.memory.beside import Beside
 from planner.memory.fsdp2 import Fsdp2States
 from planner.memory.groups import place_of
 from planner.memory.overheads import (
     TYPICAL_SEGMENT_SHARE,
+    Outside,
     Overheads,
     outside_bytes,
     workspace_bytes,
 )
 from planner.memory.parallel import group_size
+from planner.memory.replay import Replayed
 from planner.memory.replay_engines import replay_training
 from planner.memory.sections import COMPONENTS
 from planner.memory.states import PeakmarkStates
@@ -186,13 +190,13 @@ def training_memory(
     outside = outside_bytes(workload, parallelism.engine, gpus, hardware)
     replays = beside is None and spec.num_layers >= _MIN_REPLAYED_LAYERS
     if segment_share is None and replays:
-        replayed = replay_training(spec, workload, parallelism, key, hardware)
+        replayed = _replay(spec, workload, parallelism, key, hardware, outside)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
         by_phase = {
             name: peak if moment is formula_peak else _no_higher(moment, peak)
             for name, moment in by_phase.items()
         }
-        over = Overheads.replayed(round(peak.total_bytes), replayed.reserved_bytes, outside)
+        over = Overheads.replayed(round(peak.total_bytes), replayed, outside)
     else:
         share = TYPICAL_SEGMENT_SHARE if segment_share is None else segment_share
         over = Overheads.estimated(round(peak.total_bytes), outside, share)
@@ -206,6 +210,23 @@ def training_memory(
         ),
         formulas=ledger.formulas(spec, workload, parallelism, peak),
     )
+
+
+def _replay(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    key: str,
+    hardware: Gpu | None,
+    outside: Outside,
+) -> Replayed:
+    """Replay within the GPU's memory; where that is too small, without an end, to say by how much."""
+    plan = (spec, workload, parallelism, key, hardware)
+    if hardware is not None:
+        held = outside.context_bytes + outside.nccl_bytes
+        with suppress(ReplayedOutOfMemoryError):
+            return replay_training(*plan, max(0, hardware.visible_bytes - held))
+    return replay_training(*plan)
 
 
 def _rounded_to_blocks(peak: Moment, allocated_bytes: int) -> Moment:

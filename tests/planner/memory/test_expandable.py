@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from planner.memory.allocator import CachingAllocator, ReplayedOutOfMemoryError
+from planner.memory.allocator import Block, CachingAllocator, ReplayedOutOfMemoryError
 from planner.memory.expandable import ExpandableAllocator
 from planner.units import MIB_BYTES
 
@@ -137,7 +138,7 @@ def test_a_random_history_keeps_its_books() -> None:
     """Blocks never overlap, memory covers them, and what is freed can all be given back."""
     source = random.Random(7)
     allocator = ExpandableAllocator()
-    held = []
+    held: list[Block] = []
     for _ in range(2000):
         if held and source.random() < 0.5:
             allocator.release(held.pop(source.randrange(len(held))))
@@ -147,7 +148,7 @@ def test_a_random_history_keeps_its_books() -> None:
         if source.random() < 0.02:
             allocator._unmap_all()
         spans = sorted((block.address, block.address + block.size_bytes) for block in held)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         total = sum(block.size_bytes for block in held)
         assert total == allocator.allocated_bytes <= allocator.reserved_bytes
         free = sum(size for place in allocator._ranges.values() for size, _ in place.free)

@@ -11,6 +11,7 @@ import pytest
 
 from planner.hardware import Gpu, resolve_gpu
 from planner.memory.overheads import NCCL_OVERHEAD, Overheads, outside_bytes
+from planner.memory.replay import Replayed
 from planner.plan import parse_plan
 from planner.records import Kind, RecordedRow, Role, read_file
 from planner.units import MIB_BYTES
@@ -69,7 +70,9 @@ def test_an_array_of_ranks_gives_what_each_gives() -> None:
 
 
 def test_the_parts_sum_to_device_bytes() -> None:
-    over = Overheads.replayed(1000, 1500, outside_bytes(SDPA, Engine.PEAKMARK, 2, H200))
+    over = Overheads.replayed(
+        1000, Replayed(1000, 1500), outside_bytes(SDPA, Engine.PEAKMARK, 2, H200)
+    )
     assert [row["name"] for row in over.rows()] == ["segments", "context", NCCL_OVERHEAD]
     assert 1000 + sum(row["bytes"] for row in over.rows()) == over.device_bytes
 
