@@ -20,8 +20,9 @@ from db.engine import open_database
 from db.measurements import measurements
 from db.problems import DatabaseProblem
 from db.types import FINAL_STATES, RunState
-from planner.accuracy import accuracy_report, compare
+from planner.accuracy import accuracy_report
 from planner.attached import AttachedGpu, attached_gpus
+from planner.comparison import compare
 from planner.config_input import parse_config_text, spec_from_config
 from planner.errors import PlanError
 from planner.hardware import Gpu, gpu_presets
@@ -161,7 +162,11 @@ def stage_grid(plan: Plan) -> list[dict[str, Any]]:
 def _stage_grid(digest: str, _plan_text: str) -> list[dict[str, Any]]:
     plan = parse_plan(json.loads(_plan_text))
     stages = possible_stages(plan.parallelism.engine)
-    worlds = sorted({*GRID_WORLDS, plan.parallelism.world_size})
+    # Ranks that split experts are a divisor of all.
+    worlds = sorted(
+        {world for world in GRID_WORLDS if world % plan.parallelism.expert_parallel == 0}
+        | {plan.parallelism.world_size}
+    )
     return list(grid(plan, zero_stages=stages, world_sizes=worlds).records())
 
 
@@ -398,7 +403,10 @@ def rerun(run_id: str, idempotency_key: str) -> str:
 
 
 def accuracy() -> dict[str, Any]:
-    """Compare today's predictions with every stored measurement."""
+    """Compare today's predictions with every stored measurement.
+
+    Beside the report, `names` says in a few words what each row measured.
+    """
     rows = [seen.to_row() for seen in measurements(database())]
     return _accuracy(json.dumps([row["id"] for row in rows]), rows)
 
@@ -409,4 +417,51 @@ def _accuracy(digest: str, _rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in _rows:
         with suppress(RecordError):
             checked.append(parse_row(row))
-    return accuracy_report(checked).to_dict()
+    report = accuracy_report(checked).to_dict()
+    return {**report, "names": {row["id"]: _row_words(row["spec"]) for row in _rows}}
+
+
+def _row_words(spec: Mapping[str, Any]) -> str:
+    plan = spec.get("plan")
+    if not plan:
+        return str(spec.get("kind", ""))
+    name = str(plan["model"].get("preset") or plan["model"].get("name", "custom model"))
+    return f"{name.rsplit('/', 1)[-1]}: {plan_line(plan)}"
+
+
+def measurement_detail(row_id: str) -> dict[str, Any] | None:
+    """Return a stored measurement as `run_detail` returns a run; None when there is none.
+
+    One that a run of this database made has that run's id in `run_id`; one that was recorded
+    elsewhere has no history, and today's prediction beside it.
+    """
+    seen = next((m for m in measurements(database()) if m.id == row_id), None)
+    if seen is None:
+        return None
+    plan = seen.spec.get("plan")
+    with suppress(PlanError):
+        plan = None if plan is None else parse_plan(plan).to_dict()
+    return {
+        "run_id": seen.run_id,
+        "recorded_at": seen.recorded_at,
+        "role": str(seen.role),
+        "summary": {
+            "id": seen.id,
+            "state": str(seen.outcome),
+            "world": str(seen.spec["world"]),
+            "cancelling": False,
+            "model_name": _row_words(seen.spec).split(":")[0],
+        },
+        "spec": seen.spec,
+        "plan": plan,
+        "prediction": _prediction_if_any(plan),
+        "measured": seen.measured,
+        "environment": seen.environment,
+        "error": None,
+    }
+
+
+def _prediction_if_any(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    with suppress(PlanError):
+        return None if plan is None else prediction_of(parse_plan(plan))
+    return None

@@ -9,11 +9,11 @@ from planner.model import ModelSpec
 from planner.workload import Attention, Engine, Parallelism, Precision, TrainingWorkload
 
 _SPLIT_ENGINES = (Engine.PEAKMARK, Engine.FSDP2)
-# Families whose parameters and traced templates tell the dimensions that are divided (heads, MLP
-# width, vocabulary) from those that are not.
+# Families whose traced templates tell the dimensions that are divided (heads, MLP width, vocabulary)
+# from the hidden size; in others the hidden size is that of all heads.
 TENSOR_PARALLEL_FAMILIES = frozenset(
     (
-        *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text"),
+        *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
         *("mixtral", "qwen3_moe"),
     )
 )

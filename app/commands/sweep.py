@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,9 @@ LIST_OPTIONS: Mapping[str, Any] = {
         str | None, typer.Option(help="Sequence lengths, such as 2048,8192.", show_default="4096")
     ],
 }
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -52,7 +55,7 @@ def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     stages = axes["zero"] or possible_stages(plan.parallelism.engine)
     lists = {
         "zero_stages": stages,
-        "world_sizes": axes["gpus"] or WORLD_SIZES,
+        "world_sizes": axes["gpus"] or default_worlds(plan),
         "micro_batches": axes["micro_batch"] or (plan.workload.micro_batch,),
         "sequence_lengths": axes["seq"] or (plan.workload.sequence_length,),
     }
@@ -62,6 +65,14 @@ def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
         print_json({"schema": 1, "plan": plan.to_dict(), "points": points})
     else:
         print_table(fit_table(points, stages))
+
+
+def default_worlds(plan: Plan) -> tuple[int, ...]:
+    """Return the world sizes of a sweep that names none; ranks that split experts divide them."""
+    shards = plan.parallelism.expert_parallel
+    return tuple(world for world in WORLD_SIZES if world % shards == 0) or (
+        plan.parallelism.world_size,
+    )
 
 
 def read_list(name: str, text: str | None) -> tuple[int, ...]:

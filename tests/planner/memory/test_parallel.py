@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 
 from planner.memory.beside import Beside
-from planner.memory.groups import Place
+from planner.memory.groups import Place, group_numels
+from planner.memory.parallel import stage_specs
+from planner.memory.sections import COMPONENTS
 from planner.memory.stages import NOT_PROVEN, StepMemory, step_grid, step_memory
+from planner.memory.templates import (
+    attention_variant,
+    has_templates,
+    load_steps,
+    monomial_values,
+)
 from planner.memory.training import TrainingMemory, training_memory
 from planner.plan import parse_plan
 from planner.predict import predict
 from planner.presets import resolve_model
+from planner.splits import TENSOR_PARALLEL_FAMILIES
 from planner.units import GIB_BYTES
 from planner.workload import (
     Checkpointing,
@@ -81,6 +90,40 @@ def test_tensor_parallel_divides_what_heads_and_width_name_and_sequence_parallel
     assert shared[hidden] == alone[hidden] / 4
     # A layer's [tokens, hidden] by hand: two norms keep an fp32 copy and two bf16 tensors each.
     assert alone[hidden] == (32 + 0.5) * 2 * (4 + 2 + 2) * TOKENS * HIDDEN
+
+
+FAMILIES = {
+    "llama": "meta-llama/Llama-3.1-8B",
+    "mistral": "mistralai/Mistral-7B-v0.3",
+    "qwen2": "Qwen/Qwen2.5-7B",
+    "qwen3": "Qwen/Qwen3-8B",
+    "gemma2": "google/gemma-2-9b",
+    "gemma3_text": "google/gemma-3-4b-it",
+    "mixtral": "mistralai/Mixtral-8x7B-v0.1",
+    "qwen3_moe": "Qwen/Qwen3-30B-A3B",
+}
+
+
+@pytest.mark.parametrize("family", sorted(TENSOR_PARALLEL_FAMILIES))
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tensor_parallel": 2, "sequence_parallel": True}, {"tensor_parallel": 16}],
+)
+def test_traced_gradients_divide_as_the_parameters_do(family: str, sizes: dict[str, int]) -> None:
+    if not has_templates(family):
+        pytest.skip("not traced")
+    spec = resolve_model(FAMILIES[family])
+    sizes = {**sizes, "expert_parallel": 2} if spec.num_experts else sizes
+    (own,) = stage_specs(spec, Parallelism(**sizes))  # type: ignore[arg-type]
+    variant = attention_variant(own, "eager", "bf16", 4096)
+    steps = load_steps(family, f"{variant}/bf16/none", "kept")
+    values = monomial_values(own, steps.monomials, 1, 4096)
+    gradients_bytes = sum(
+        values[row[1]] * row[2]
+        for row in steps.allocations("layer_backward")
+        if COMPONENTS[row[0]] == "gradients"
+    )
+    assert gradients_bytes == 2 * group_numels(own).layers[1]
 
 
 def test_logits_divide_with_the_vocabulary() -> None:
