@@ -144,11 +144,42 @@ def load_saved(family: str, key: str) -> tuple[SavedTensor, ...]:
     )
 
 
+def _expert_sizes(spec: ModelSpec) -> dict[str, float]:
+    if not spec.num_experts:
+        return {}
+    return {
+        "top_k": spec.experts_per_token,
+        "experts": spec.num_experts,
+        "moe_ffn": spec.expert_size,
+        "shared_experts": spec.shared_expert_size / spec.expert_size,
+        "expert_groups": spec.expert_groups,
+        "group_experts": spec.num_experts / spec.expert_groups,
+        "chosen_groups": spec.groups_per_token,
+    }
+
+
+def _latent_sizes(spec: ModelSpec) -> dict[str, float]:
+    latent = spec.latent
+    if latent is None:
+        return {}
+    return {
+        "nope_dim": latent.nope_dim,
+        "qk_dim": spec.head_dim,
+        "value_dim": latent.value_dim,
+        "half_nope_and_value": (latent.nope_dim + latent.value_dim) / 2,
+        "kv_rank": latent.kv_rank,
+        "kv_rank_and_rotary": latent.kv_rank + latent.rope_dim,
+        "q_rank": latent.q_rank or 0,
+    }
+
+
 def monomial_values(
     spec: ModelSpec, monomials: tuple[str, ...], micro_batch: Any, sequence_length: Any
 ) -> Floats:
     """Evaluate monomials: shape [len(monomials), *broadcast of batch and sequence]."""
     sizes: dict[str, Any] = {
+        **_expert_sizes(spec),
+        **_latent_sizes(spec),
         "batch": micro_batch,
         "seq": sequence_length,
         "kv_heads": spec.num_kv_heads,
@@ -156,15 +187,10 @@ def monomial_values(
         "group_plus_2": spec.num_heads / spec.num_kv_heads + 2,
         "half_head_dim": spec.head_dim / 2,
         "half_rotary": spec.rotary_dim / 2,
-        "qk_dim": spec.head_dim,
-        "value_dim": spec.value_dim,
         "hidden": spec.hidden_size,
         "ffn": spec.intermediate_size,
         "vocab": spec.vocab_size,
-        "top_k": spec.experts_per_token,
-        "experts": spec.num_experts,
         "positions": spec.position_rows,
-        "moe_ffn": spec.expert_size,
         "layers": spec.num_layers,
     }
     one = np.ones(np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length)))

@@ -29,6 +29,7 @@ COMMON = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+UNGROUPED = {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
 TINY = {
     "llama": COMMON,
     "mistral": COMMON | {"sliding_window": None},
@@ -38,6 +39,17 @@ TINY = {
     "olmo2": COMMON,
     "gemma2": COMMON | {"head_dim": 16, "sliding_window": 64},
     "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": UNGROUPED | {"rotary_pct": 0.5},
+    "opt": UNGROUPED,
+    "falcon": UNGROUPED,
+    "qwen3_moe": COMMON
+    | {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
     "gpt2": {
         "vocab_size": 101,
         "n_embd": 48,
