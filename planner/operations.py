@@ -41,7 +41,16 @@ _OPTIMIZER_PASSES = {
     Optimizer.ADAMW_FOREACH: 20,
     Optimizer.ADAMW_LOOP: 20,
     Optimizer.SGD: 8,
+    # One kernel; its two states of a byte, in and out, count as one pass.
+    Optimizer.ADAMW_8BIT: 4,
+    # torch/optim/_adafactor.py: norms of parameter and gradient, means of rows and columns, their
+    # product, clamp, rsqrt, product with the gradient, its norm, decay, sum.
+    Optimizer.ADAFACTOR: 17,
+    # torch/optim/_muon.py: momentum 3, Nesterov 3, cast and scale 5, five iterations of a read and a
+    # sum in bf16 10, decay and sum 5; its products are counted apart.
+    Optimizer.MUON: 26,
 }
+_NEWTON_SCHULZ_STEPS = 5
 
 # Backward over forward: two products for one; flash attention computes the scores once more.
 _BACKWARD = 2.0
@@ -304,6 +313,19 @@ def _weight_cast_costs(spec: ModelSpec, precision: Precision) -> list[Cost]:
         return []
     weights = sum(p.total_numel for p in parameter_shapes(spec) if len(p.shape) > 1)
     return [Cost(name="weight_casts", flops=0.0, bytes=6.0 * weights)]
+
+
+def muon_flops(spec: ModelSpec) -> float:
+    """Return the FLOPs of Muon's Newton-Schulz iterations over all matrices of the layers.
+
+    For [m, n] with m <= n, five times X X^T, its square and its product with X: 5 (4 m^2 n + 2 m^3).
+    """
+    total = 0.0
+    for parameter in parameter_shapes(spec):
+        if parameter.group == "layer" and len(parameter.shape) == 2:
+            m, n = sorted(parameter.shape)
+            total += parameter.count * _NEWTON_SCHULZ_STEPS * (4.0 * m * m * n + 2.0 * m**3)
+    return total
 
 
 def optimizer_cost(

@@ -19,11 +19,12 @@ from planner.operations import (
     Numbers,
     element_sizes,
     model_flops,
+    muon_flops,
     optimizer_cost,
     training_costs,
 )
 from planner.rank import RankSpec
-from planner.workload import Parallelism, Precision, TrainingWorkload, flat_dict
+from planner.workload import Optimizer, Parallelism, Precision, TrainingWorkload, flat_dict
 
 LABEL = "formula, not calibrated"
 
@@ -117,7 +118,10 @@ def _update_cost(
 ) -> Cost:
     local = world_size * 0.0 + spec.parameters
     sizes = element_sizes(workload.precision)
-    return optimizer_cost(workload, sizes, local / world_size if stage else local)
+    cost = optimizer_cost(workload, sizes, local / world_size if stage else local)
+    if workload.optimizer is not Optimizer.MUON:
+        return cost
+    return replace(cost, flops=cost.flops + muon_flops(spec))
 
 
 def _micro_batch_costs(

@@ -21,6 +21,7 @@ from planner.operations import (
     element_sizes,
     matmul,
     model_flops,
+    muon_flops,
     optimizer_cost,
     projection_costs,
     training_costs,
@@ -192,6 +193,11 @@ def test_checkpointing_runs_the_layers_once_more() -> None:
         (Optimizer.ADAMW_FUSED, Precision.BF16, 7 * 2),
         (Optimizer.ADAMW_FOREACH, Precision.FP32, 20 * 4),
         (Optimizer.SGD, Precision.AUTOCAST, 8 * 4),
+        (Optimizer.ADAMW_8BIT, Precision.FP32, 4 * 4),
+        *(
+            (Optimizer.ADAFACTOR, p, 17 * size)
+            for p, size in ((Precision.FP32, 4), (Precision.BF16, 2))
+        ),
     ],
 )
 def test_the_update_moves_its_states(
@@ -200,6 +206,19 @@ def test_the_update_moves_its_states(
     workload = TrainingWorkload(optimizer=optimizer, precision=precision)
     cost = optimizer_cost(workload, element_sizes(precision), 1000.0)
     assert cost.bytes == 1000 * bytes_per_element
+
+
+def test_every_optimizer_has_a_cost() -> None:
+    for optimizer in Optimizer:
+        workload = TrainingWorkload(optimizer=optimizer)
+        assert optimizer_cost(workload, element_sizes(Precision.MIXED), 1.0).bytes > 0
+
+
+def test_muon_multiplies_every_matrix_of_the_layers_five_times() -> None:
+    square = 4 * 4096**3 + 2 * 4096**3  # q and o
+    narrow = 4 * 1024**2 * 4096 + 2 * 1024**3  # k and v
+    wide = 4 * 4096**2 * 14_336 + 2 * 4096**3  # gate, up and down
+    assert muon_flops(LLAMA) == 32 * 5 * (2 * square + 2 * narrow + 3 * wide)
 
 
 def test_useful_flops_are_six_per_parameter_and_token_plus_attention() -> None:
