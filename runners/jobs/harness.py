@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +35,8 @@ _TRACEBACK_LINES = 12
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)")
 _UNIT_BYTES = {"bytes": 1, "KiB": KIB_BYTES, "MiB": MIB_BYTES, "GiB": GIB_BYTES}
 _SETTLE_INTERVAL_S, _STABLE_READINGS, _MAX_SETTLE_READINGS = 0.2, 3, 50
+_ALLOCATOR, _OLDER_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_EXPANDABLE = "expandable_segments"
 _HOST_OOM_TEXT = "can't allocate memory"
 
 
@@ -110,6 +113,7 @@ def run_job(kind: JobKind, measure: Callable[[JobSession], None]) -> int:
     events = EventLog(out_dir, launch.rank)
     events.emit("start", kind=kind)
     session: JobSession | None = None
+    os.environ |= allocator_variables(spec, os.environ)
     try:
         device = choose_device(spec.world, launch, spec.device)
         session = JobSession(spec=spec, launch=launch, device=device, events=events)
@@ -126,6 +130,22 @@ def run_job(kind: JobKind, measure: Callable[[JobSession], None]) -> int:
     if result.outcome is Outcome.DONE:
         return 0
     return 0 if result.outcome is Outcome.OOM_DEVICE and launch.process_count == 1 else 1
+
+
+def allocator_variables(spec: JobSpec, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that give a job the allocator of its plan, with what is set already.
+
+    Torch reads them when its allocator is first used, so they must be set before CUDA starts.
+    """
+    workload = (spec.plan or {}).get("workload", {})
+    if not workload.get("expandable_segments"):
+        return {}
+    given = environment.get(_ALLOCATOR) or environment.get(_OLDER_ALLOCATOR) or ""
+    kept = [part for part in given.split(",") if part and not part.startswith(_EXPANDABLE)]
+    settings = ",".join([*kept, f"{_EXPANDABLE}:True"])
+    # The older name is read by some parts before the newer one.
+    names = [_ALLOCATOR, *([_OLDER_ALLOCATOR] if _OLDER_ALLOCATOR in environment else [])]
+    return dict.fromkeys(names, settings)
 
 
 def _leave_result(out_dir: Path, result: JobResult, launch: Launch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from planner.hardware import custom_gpu, resolve_gpu
 from planner.memory.training import TrainingMemory, training_memory
 from planner.plan import parse_plan
@@ -14,8 +16,8 @@ from planner.workload import TrainingWorkload
 DOCUMENT = {
     "schema": 1,
     "job": "train",
-    "model": {"preset": "openai-community/gpt2"},
-    "workload": {"sequence_length": 512, "micro_batch": 4},
+    "model": {"preset": "meta-llama/Llama-3.2-1B"},
+    "workload": {"sequence_length": 1024},
     "parallelism": {"engine": "peakmark", "zero_stage": 0, "world_size": 1},
     "hardware": {"preset": "h200-sxm5-141gb"},
 }
@@ -40,9 +42,10 @@ def _roomy(workload: TrainingWorkload = WORKLOAD) -> TrainingMemory:
 def test_a_step_gives_back_segments_where_memory_is_short() -> None:
     roomy = _roomy()
     assert roomy.overheads.segment_bytes > 100 * MIB_BYTES
-    visible = roomy.overheads.device_bytes - 50 * MIB_BYTES
+    visible = roomy.overheads.device_bytes - 200 * MIB_BYTES
     short = _on(visible)
-    assert short.allocated_bytes == roomy.allocated_bytes
+    # Other blocks may be a little larger than their tensors.
+    assert short.allocated_bytes == pytest.approx(roomy.allocated_bytes, rel=1e-3)
     assert short.overheads.device_bytes <= visible
     assert "given back" in short.overheads.segment_formula
 
@@ -66,10 +69,7 @@ def test_segments_that_grow_hold_less_without_a_tensor() -> None:
 
 
 def test_a_plan_may_ask_for_segments_that_grow() -> None:
-    document = {**DOCUMENT, "workload": {**WORKLOAD_FIELDS, "expandable_segments": True}}
+    document = {**DOCUMENT, "workload": {"sequence_length": 1024, "expandable_segments": True}}
     asked, plain = predict(parse_plan(document)).to_dict(), predict(PLAN).to_dict()
     assert asked["plan"]["workload"]["expandable_segments"] is True
     assert asked["memory"]["reserved_bytes"] < plain["memory"]["reserved_bytes"]
-
-
-WORKLOAD_FIELDS = {"sequence_length": 512, "micro_batch": 4}

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from planner.errors import PlanError
-from runners.contract import JobKind
-from runners.jobs.harness import JobSession, parse_requested_bytes, run_job
+from runners.contract import JobKind, JobSpec
+from runners.jobs.harness import (
+    JobSession,
+    allocator_variables,
+    parse_requested_bytes,
+    run_job,
+)
 
 SPEC = {"schema": 1, "kind": "attention", "world": "cpu", "attention": {}}
 Run = Callable[[Callable[[JobSession], None]], tuple[int, dict[str, Any]]]
@@ -119,3 +124,34 @@ def test_requested_bytes_are_read_from_both_wordings() -> None:
     assert parse_requested_bytes("CUDA out of memory. Tried to allocate 20.00 MiB.") == 20971520
     assert parse_requested_bytes("XPU: tried to allocate 512 bytes") == 512
     assert parse_requested_bytes("CUDA error: out of memory") is None
+
+
+GROWING = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "variables"),
+    [
+        (False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
+        (True, {}, {"PYTORCH_ALLOC_CONF": GROWING}),
+        (
+            True,
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64"},
+            {"PYTORCH_ALLOC_CONF": f"max_split_size_mb:64,{GROWING}"},
+        ),
+        (
+            True,
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            {
+                "PYTORCH_ALLOC_CONF": f"max_split_size_mb:64,{GROWING}",
+                "PYTORCH_CUDA_ALLOC_CONF": f"max_split_size_mb:64,{GROWING}",
+            },
+        ),
+    ],
+)
+def test_a_plan_s_allocator_is_set_by_variables(
+    asked: bool, environment: dict[str, str], variables: dict[str, str]
+) -> None:
+    plan = {"workload": {"expandable_segments": asked}, "model": {}, "parallelism": {}}
+    spec = JobSpec.from_dict({"schema": 1, "kind": "train_step", "world": "cpu", "plan": plan})
+    assert allocator_variables(spec, environment) == variables
