@@ -11,6 +11,7 @@ import numpy as np
 
 from planner.families import parameter_shapes
 from planner.hardware import Gpu
+from planner.memory.ddp import bucket_bytes, model_order
 from planner.memory.parallel import group_size
 from planner.model import ModelSpec
 from planner.operations import Numbers
@@ -68,6 +69,24 @@ def _element_bytes(engine: Engine, precision: Precision) -> tuple[int, int]:
     return compute, compute
 
 
+def _ddp_volumes(
+    spec: ModelSpec, workload: TrainingWorkload, engine: Engine
+) -> list[tuple[str, float, int]]:
+    """DDP's, as `_volumes`: all-reduces P bucket by bucket for every micro-batch it syncs (2P).
+
+    ZeroRedundancyOptimizer broadcasts every parameter after the step (P more).
+    """
+    element_bytes = _element_bytes(engine, workload.precision)[1]
+    parameters = [tensor for _, tensor in model_order(spec, element_bytes)]
+    rounds = workload.grad_accumulation if workload.sync_each_micro_batch else 1
+    buckets = len(bucket_bytes([tensor.numel * element_bytes for tensor in reversed(parameters)]))
+    volume = float(spec.parameters) * element_bytes
+    reductions = ("all_reduce", 2 * volume * rounds, buckets * rounds)
+    if engine is Engine.DDP:
+        return [reductions]
+    return [("broadcast", volume, len(parameters)), reductions]
+
+
 def _volumes(
     spec: ModelSpec, workload: TrainingWorkload, engine: Engine, stage: int
 ) -> list[tuple[str, float, int]]:
@@ -79,6 +98,8 @@ def _volumes(
     and head once, and reduce-scatters P, all for every micro-batch (3P without the ends). FSDP2
     reduces for every micro-batch; its stage 2 gathers P for each forward.
     """
+    if engine in (Engine.DDP, Engine.ZERO_REDUNDANCY):
+        return _ddp_volumes(spec, workload, engine)
     gather_bytes, reduce_bytes = _element_bytes(engine, workload.precision)
     total, groups = spec.parameters, spec.num_layers + 2
     layers = sum(p.total_numel for p in parameter_shapes(spec) if p.group == "layer")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from planner.engines import check_engine, check_stage
 from planner.errors import PlanError, describe_value
 from planner.memory.templates import has_templates
 from planner.model import ModelSpec
 from planner.splits import check_splits
 from planner.variants import check_variants
-from planner.workload import Attention, Engine, Parallelism, TrainingWorkload, flat_dict
+from planner.workload import Attention, Parallelism, TrainingWorkload, flat_dict
 
 MAX_TRITON_HEAD_DIM = 256
 
 
 def check_parallelism(parallelism: Parallelism) -> None:
     """Raise PlanError where the engine has no such stage."""
-    stage = parallelism.zero_stage
-    if parallelism.engine is Engine.FSDP2 and stage < 2:
-        sentence = (
-            f"parallelism.zero_stage is {stage}: fsdp2 shards gradients and optimizer states "
-            "always, so it has stage 2 (parameters kept after the forward) and stage 3 only."
-        )
-        raise PlanError("parallelism.zero_stage", stage, "2 or 3", sentence=sentence)
+    check_stage(parallelism)
 
 
 def check_length(model: ModelSpec, field_name: str, length: int) -> None:
@@ -99,7 +94,7 @@ _NOT_BUILT_FIELDS = frozenset(
         "packed",
     )
 )
-_NOT_BUILT_VALUES = frozenset(("selective", "ddp", "zero_redundancy", "deepspeed"))
+_NOT_BUILT_VALUES = frozenset(("selective", "deepspeed"))
 
 
 def _check_traced(model: ModelSpec) -> None:
@@ -116,6 +111,7 @@ def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     """Raise PlanError where the model cannot be trained like this; the sentence says why."""
     check_parallelism(parallelism)
     _check_built(workload, parallelism)
+    check_engine(workload, parallelism)
     check_variants(workload, parallelism)
     _check_traced(model)
     check_length(model, "workload.sequence_length", workload.sequence_length)

@@ -7,6 +7,9 @@ from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
 
 _WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 
+# Engines that step every parameter in its own shape, whatever the stage.
+_WHOLE_PARAMETERS = (Engine.DDP, Engine.ZERO_REDUNDANCY)
+
 
 def check_variants(workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where a variant does not work under the engine; the sentence says why."""
@@ -15,8 +18,10 @@ def check_variants(workload: TrainingWorkload, parallelism: Parallelism) -> None
 
 def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
     engine, stage = parallelism.engine, parallelism.zero_stage
-    if optimizer is Optimizer.ADAMW_8BIT and engine is not Engine.PEAKMARK:
+    if optimizer is Optimizer.ADAMW_8BIT and engine not in (Engine.PEAKMARK, Engine.DDP):
         raise _refused(optimizer, f"bitsandbytes cannot step the tensors of {engine}")
+    if engine in _WHOLE_PARAMETERS:
+        return
     if optimizer in _WHOLE_MATRIX and engine is not Engine.PEAKMARK:
         raise _refused(optimizer, f"it needs whole matrices and does not run under {engine}")
     if optimizer in _WHOLE_MATRIX and stage > 0:

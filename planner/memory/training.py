@@ -14,6 +14,7 @@ from planner.hardware import Gpu
 from planner.memory import ledger
 from planner.memory.allocator import ReplayedOutOfMemoryError
 from planner.memory.beside import Beside
+from planner.memory.ddp import DdpStates
 from planner.memory.fsdp2 import Fsdp2States
 from planner.memory.groups import place_of
 from planner.memory.overheads import (
@@ -54,9 +55,11 @@ _MIN_REPLAYED_LAYERS = 3
 # What an array of 64-bit integers can hold with the overheads on top; no plan that runs comes near.
 _MOST_GRID_BYTES = 2.0**62
 BesideAt = Callable[[str, Any, Any], Beside]
-_STATES: dict[Engine, type[PeakmarkStates] | type[Fsdp2States]] = {
+_STATES: dict[Engine, Callable[..., EngineStates]] = {
     Engine.PEAKMARK: PeakmarkStates,
     Engine.FSDP2: Fsdp2States,
+    Engine.DDP: DdpStates,
+    Engine.ZERO_REDUNDANCY: DdpStates,
 }
 
 

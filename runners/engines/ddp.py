@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,9 @@ class DdpEngine:
         materialise(model, device, partial(_fill, seed=seed))
         self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if dist.get_backend() == "fake":
-            self.module.register_comm_hook(collectives.world_size, _average_alone)
+            # DDP reads a hook's annotations, which must not be text: a lambda has none.
+            hook = lambda world_size, bucket: _average_alone(world_size, bucket.buffer())  # noqa: E731
+            self.module.register_comm_hook(collectives.world_size, hook)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizers = self._build_optimizers(optimizer, lr)
 
@@ -111,11 +112,11 @@ class DdpEngine:
         self.collectives.count("all_reduce", size_bytes, calls=max(len(buckets), 1))
 
 
-def _average_alone(world_size: int, bucket: Any) -> torch.futures.Future[Tensor]:
+def _average_alone(world_size: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
     # The fake group's work has no result for DDP to wait for: take the other ranks' gradients for
     # zero, in place as the all-reduce would be.
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer().div_(world_size))
+    future.set_result(buffer.div_(world_size))
     return future
 
 

@@ -109,9 +109,9 @@ class Trainer:
         self.meter = StepMeter(world.device)
         self.losses: list[float | None] = []
         self.state: dict[str, int] = {}
+        self._model = model
         with self.meter.phase("init"):
             self._engine = build_engine(model, plan, world, seed)
-            self._model = self._engine.module
         self._tokens = self._draw_tokens(plan.model.vocab_size, seed)
 
     def step(self) -> None:
@@ -145,7 +145,8 @@ class Trainer:
 
     def _forward(self) -> Tensor:
         with forward_context(self.workload.precision, self.world.device):
-            output = self._model(input_ids=self._tokens, labels=self._tokens, use_cache=False)
+            call = self._engine.module
+            output = call(input_ids=self._tokens, labels=self._tokens, use_cache=False)
         loss: Tensor = output.loss
         return loss
 

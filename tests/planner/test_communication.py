@@ -82,6 +82,18 @@ def test_fsdp2_reduces_in_fp32_and_gathers_in_bf16_when_mixed() -> None:
     assert bf16 == volumes(Engine.PEAKMARK, 3)
 
 
+def test_ddp_reduces_its_buckets_and_zero_redundancy_broadcasts_every_parameter() -> None:
+    ring, bf16 = 7 / 8, {"precision": Precision.BF16}
+    # Buckets of 25 MiB and more. Per layer, from its end: the norms wait for down_proj (112 MiB);
+    # up, gate and o each fill one; v and k (8 MiB each) wait for q. Head first, embedding last.
+    buckets = 1 + 32 * 5 + 1
+    assert volumes(Engine.DDP, 0, **bf16) == {"all_reduce": (2 * 2 * P * ring, buckets)}
+    assert volumes(Engine.ZERO_REDUNDANCY, 1, grad_accumulation=2, **bf16) == {
+        "all_reduce": (2 * 2 * 2 * P * ring, 2 * buckets),
+        "broadcast": (2 * P * ring, 2 + 9 * 32 + 1),
+    }
+
+
 def test_fp32_sends_twice_as_much() -> None:
     double = volumes(Engine.PEAKMARK, 1, precision=Precision.AUTOCAST)
     assert double["all_gather"][0] == 2 * volumes(Engine.PEAKMARK, 1)["all_gather"][0]
