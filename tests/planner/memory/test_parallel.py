@@ -9,7 +9,7 @@ import pytest
 
 from planner.memory.beside import Beside
 from planner.memory.groups import Place, group_numels
-from planner.memory.parallel import stage_specs
+from planner.memory.parallel import in_flight, stage_specs
 from planner.memory.sections import COMPONENTS
 from planner.memory.stages import NOT_PROVEN, StepMemory, step_grid, step_memory
 from planner.memory.templates import (
@@ -345,3 +345,56 @@ def test_simumax_peaks_lie_between_ours_and_ours_with_megatrons_gradients(
     more_gib = (found.allocated_bytes + more_bytes) / GIB_BYTES
     assert more_gib == pytest.approx(with_fp32_gradients_gib, abs=0.006)
     assert ours_gib < measured_gib < with_fp32_gradients_gib
+
+
+# Korthikanti et al. 2022 as encoded in Calculon (calculon/llm/validation.py), sequence length 2048: hidden
+# size, heads, layers, tensor and pipeline parallel, micro-batch, and the interleave factor of their
+# schedule; then activations in GiB and, in percent of tensor parallelism alone, with sequence
+# parallelism, without stored scores, with both.
+_KORTHIKANTI = [
+    (6144, 64, 48, 8, 1, 4, 1.0, 59.25, 9.5625, (66.84, 49.42, 16.18)),
+    (12_288, 96, 96, 8, 8, 1, 1 + 7 / 24, 66.84375, 12.3515625, (62.04, 56.53, 18.49)),
+    (20_480, 128, 105, 8, 35, 1, 1 + 34 / 105, 114.0234, 23.0762, (58.31, 62.04, 20.27)),
+    (25_600, 160, 128, 8, 64, 1, 1.0, 131.25, 26.5625, (58.31, 62.04, 20.27)),
+]
+# Bytes that a GPT layer keeps per element of these: norms' inputs 4, their outputs 4, masks of two
+# dropouts 2; queries, keys, values and attention's output 8; MLP inner 16/4; scores, softmax and mask 5.
+_GPT_KEEPS = {
+    "batch*seq*hidden": 10,
+    "batch*seq*kv_heads*group*half_head_dim": 2 * 8,
+    "batch*seq*ffn": 4,
+    "batch*seq*seq*kv_heads*group": 5,
+}
+
+
+@pytest.mark.parametrize("row", _KORTHIKANTI, ids=["22B", "175B", "530B", "1T"])
+def test_activations_divide_as_in_korthikantis_table(row: tuple[Any, ...]) -> None:
+    hidden, heads, layers, shards, stages, batch, interleave, gib, both_gib, percent = row
+    overrides = {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "num_hidden_layers": layers,
+        "vocab_size": 51_200,
+    }
+    spec = resolve_model("meta-llama/Llama-3.1-8B", overrides)
+    keeps = tuple(_GPT_KEEPS)
+
+    def first_stage_gib(sequence_parallel: bool, keeps_scores: bool) -> float:
+        parallelism = Parallelism(
+            tensor_parallel=shards, pipeline_parallel=stages, sequence_parallel=sequence_parallel
+        )
+        own = stage_specs(spec, parallelism)[0]
+        flying = in_flight(TrainingWorkload(grad_accumulation=stages), parallelism, 0)
+        values = monomial_values(own, keeps, batch, 2048)
+        sizes = [v * _GPT_KEEPS[m] for m, v in zip(keeps, values, strict=True)]
+        kept_bytes = sum(sizes if keeps_scores else sizes[:-1])
+        return float(kept_bytes * own.num_layers * flying * interleave / GIB_BYTES)
+
+    assert first_stage_gib(False, True) == pytest.approx(gib, rel=1e-6)
+    assert first_stage_gib(True, False) == pytest.approx(both_gib, rel=1e-5)
+    choices = ((True, True), (False, False), (True, False))
+    found = [100 * first_stage_gib(*choice) / first_stage_gib(False, True) for choice in choices]
+    assert found == pytest.approx(percent, abs=0.15)
