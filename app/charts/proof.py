@@ -17,6 +17,7 @@ from app.charts.style import (
     measured_marker,
     predicted_marker,
     size_text,
+    wrapped,
 )
 
 ROW_HEIGHT_PX = 46
@@ -101,7 +102,7 @@ def error_percent(predicted: float, measured: float) -> float:
 def residual_strip_figure(points: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Return one dot per stored measurement: its error in %, in the line of its group.
 
-    A point holds `group`, `error_percent`, `label` and `role`; calibration rows are grey, held-out ones blue.
+    A point holds `group`, `error_percent`, `label`, `role` and `row_id`, which a click gives back; calibration rows are grey, held-out ones blue.
     """
     groups = list(dict.fromkeys(point["group"] for point in points))
     figure = base_figure(MARGIN_HEIGHT_PX + 28 * len(groups))
@@ -117,10 +118,11 @@ def residual_strip_figure(points: Sequence[Mapping[str, Any]]) -> go.Figure:
                 name=role,
                 x=[point["error_percent"] for point in shown],
                 y=[point["group"] for point in shown],
-                customdata=[point["label"] for point in shown],
+                customdata=[point.get("row_id") for point in shown],
+                text=[wrapped(point["label"]) for point in shown],
                 mode="markers",
                 marker={"color": colour, "size": 9, "opacity": 0.7},
-                hovertemplate="%{customdata}<br>%{x:+.2f} %<extra>%{y}</extra>",
+                hovertemplate="%{text}<br>row %{customdata}<br>%{x:+.2f} %<extra>%{y}</extra>",
             )
     figure.add_vline(x=0, line_width=1, line_color=OTHER_COLOUR)
     figure.update_xaxes(title="(predicted − measured) / measured, %")

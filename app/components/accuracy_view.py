@@ -104,6 +104,7 @@ def _strips(report: Mapping[str, Any]) -> None:
     residuals = report["residuals"]
     quantities = list(dict.fromkeys(residual["quantity"] for residual in residuals))
     known = {name for residual in residuals for name in residual["groups"]}
+    names = report["names"]
     with st.container(horizontal=True):
         quantity = st.segmented_control(
             "Quantity",
@@ -119,20 +120,25 @@ def _strips(report: Mapping[str, Any]) -> None:
         {
             "group": f"{group} {residual['groups'][group]}",
             "error_percent": residual["error_percent"],
-            "label": f"row {residual['row_id']}",
+            "label": names.get(residual["row_id"], ""),
+            "row_id": residual["row_id"],
             "role": residual["role"],
         }
         for residual in residuals
         if residual["quantity"] == quantity
     ]
     points.sort(key=lambda point: point["group"])
-    show_figure(
+    clicked = show_figure(
         residual_strip_figure(points),
         key="residual_strips",
         title=f"Error of {words(quantity)} by {group}",
-        caption="One dot per stored measurement; to the right, the prediction was too high.",
+        caption="One dot per stored measurement; to the right, the prediction was too high. Click "
+        "a dot to open its run.",
         rows=points,
+        selectable=True,
     )
+    if clicked:
+        st.switch_page("app_pages/run.py", query_params={"row": str(clicked[0])})
     st.markdown(f"**By {group}**")
     show_table(_group_lines(report["groups"][group], quantity), key="groups")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -26,15 +26,30 @@ def show_figure(
     title: str,
     caption: str,
     rows: Sequence[Mapping[str, Any]],
-) -> None:
-    """Draw a figure with its title, what it shows and which counter, and its table with CSV."""
+    selectable: bool = False,
+) -> list[Any]:
+    """Draw a figure with its title, what it shows and which counter, and its table with CSV.
+
+    Returns the `customdata` of the points that a person clicked, where it is `selectable`.
+    """
     with st.container(border=True, key=f"{key}_card"):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.markdown(f"**{title}**", width="stretch")
             with st.popover("Table", icon=":material/table:", type="tertiary"):
                 show_table(rows, key=key)
-        st.plotly_chart(figure, key=key, config=dict(CHART_CONFIG), alt=f"{title}. {caption}")
+        drawn = st.plotly_chart(
+            figure,
+            key=key,
+            config=dict(CHART_CONFIG),
+            alt=f"{title}. {caption}",
+            on_select="rerun" if selectable else "ignore",
+            selection_mode="points",
+        )
         st.caption(caption)
+    if not selectable:
+        return []
+    points = cast("Mapping[str, Any]", drawn)["selection"]["points"]
+    return [point["customdata"] for point in points if "customdata" in point]
 
 
 def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None = None) -> None:

@@ -33,6 +33,11 @@ WORLD_WORDS: Mapping[str, str] = {
 def show_run_page() -> None:
     """Draw the run that the URL names."""
     run_id = st.query_params.get("run")
+    row_id = st.query_params.get("row")
+    if row_id and not run_id:
+        with told_in_one_sentence():
+            _recorded(row_id)
+        return
     if not run_id:
         st.info("No run is chosen.", icon=":material/info:")
         st.page_link("app_pages/runs.py", label="To the runs", icon=":material/list_alt:")
@@ -42,6 +47,33 @@ def show_run_page() -> None:
         run = services.run_detail(run_id)
         if run is not None:
             _result(run)
+
+
+def _recorded(row_id: str) -> None:
+    """Draw a stored measurement; one that a run here made has that run's page to itself."""
+    seen = services.measurement_detail(row_id)
+    if seen is None:
+        st.warning(f"There is no measurement {row_id} in this database.")
+        return
+    summary, world = seen["summary"], seen["summary"]["world"]
+    st.markdown(f"### {state_badge(summary)} {summary['model_name']}")
+    if seen["plan"]:
+        st.markdown(plan_line(seen["plan"]))
+    place = "made here" if seen["run_id"] else "recorded elsewhere"
+    st.caption(
+        f"Measurement {row_id} · {place} on {seen['recorded_at'][:10]} · world {world} "
+        f"({WORLD_WORDS[world]}) · {seen['role']} · the prediction is today's"
+    )
+    if seen["run_id"]:
+        st.page_link(
+            "app_pages/run.py",
+            label="Open its run",
+            icon=":material/timeline:",
+            query_params={"run": seen["run_id"]},
+        )
+    if summary["state"].startswith("oom"):
+        _show_out_of_memory(seen)
+    _result(seen)
 
 
 @st.fragment(run_every=REFRESH, key="run_live")
@@ -136,11 +168,15 @@ def _show_error(run: Mapping[str, Any]) -> None:
                 st.metric(label, "unknown" if value is None else size_text(value, chosen))
     if error.get("message"):
         st.caption(str(error["message"]))
+    _show_out_of_memory(run)
+
+
+def _show_out_of_memory(run: Mapping[str, Any]) -> None:
     verdict = (run["prediction"] or {}).get("verdict")
     if verdict:
         confirmed = verdict["state"] == "does_not_fit"
         word = "confirms" if confirmed else "**refutes**"
-        st.markdown(f"It {word} the prediction: {sentence_in(verdict, chosen)}")
+        st.markdown(f"Out of memory {word} the prediction: {sentence_in(verdict, unit())}")
 
 
 def _show_comparison(run: Mapping[str, Any]) -> None:

@@ -43,6 +43,12 @@ def test_calibration_dots_are_apart_from_evidence() -> None:
     assert dots == {"evidence": (1.5,), "calibration": (-2.0,)}
 
 
+def test_a_click_on_a_dot_gives_back_its_row() -> None:
+    point = {"group": "g", "error_percent": 1.0, "label": "m", "role": "evidence", "row_id": "ab"}
+    (trace,) = residual_strip_figure([point]).data
+    assert tuple(trace.customdata) == ("ab",)
+
+
 def test_operations_keep_their_order_whatever_bounds_them() -> None:
     operations = [
         {"name": "b", "time_s": 0.002, "bound": "hbm"},
