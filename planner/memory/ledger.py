@@ -17,6 +17,7 @@ from planner.memory.templates import (
 )
 from planner.memory.timeline import EngineStates, Moment
 from planner.model import ModelSpec
+from planner.rank import with_all_experts
 from planner.units import format_bytes
 from planner.workload import Engine, Parallelism, TrainingWorkload
 
@@ -231,15 +232,18 @@ def formulas(
     sizes = Precisions.of(workload.precision, parallelism.engine)
     stage, ranks = parallelism.zero_stage, parallelism.world_size
     total = f"{sum_parameters(spec):,} parameters"
+    # Experts that several ranks split are sharded over fewer of them: as all experts over all ranks.
+    spread = f"{sum_parameters(with_all_experts(spec)):,} parameters"
     states = state_words(workload.optimizer, sizes.state, sizes.master)
     shards_parameters = stage == 3 or parallelism.engine is Engine.FSDP2
     tokens = f"{workload.micro_batch} x {workload.sequence_length:,} tokens"
     layers = f"{spec.num_layers} layers"
     return {
-        "parameters": f"{total} x {sizes.parameter} B" + _over(ranks, shards_parameters),
-        "optimizer": f"{total} x {states}" + _over(ranks, stage >= 1),
-        "gradients": f"{total} x {sizes.gradient} B, what is alive in {_words(peak.position)}"
-        + _over(ranks, stage >= 2, " once reduced"),
+        "parameters": f"{spread if shards_parameters else total} x {sizes.parameter} B"
+        + _over(ranks, shards_parameters),
+        "optimizer": f"{spread if stage >= 1 else total} x {states}" + _over(ranks, stage >= 1),
+        "gradients": f"{spread if stage >= 2 else total} x {sizes.gradient} B, what is alive in "
+        f"{_words(peak.position)}" + _over(ranks, stage >= 2, " once reduced"),
         "gathered": f"whole parameters of the units in use in {_words(peak.position)}",
         "activations": f"tensors saved for backward: {tokens}, {layers}, traced from the real "
         f"module of transformers {template_versions(spec.family)['transformers']}",

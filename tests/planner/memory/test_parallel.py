@@ -217,6 +217,8 @@ def test_expert_parallel_ranks_share_experts_and_their_states_over_fewer_ranks()
     assert part(worst, "parameters") == 2 * (rest + experts // 4)
     # Experts: a quarter over 8 / 4 ranks; the rest over 8.
     assert part(worst, "optimizer") == 12 * (rest // 8 + experts // 4 // 2)
+    assert worst.formulas["optimizer"] == f"{MIXTRAL.parameters:,} parameters x 12 B / 8 ranks"
+    assert worst.formulas["parameters"] == f"{rest + experts // 4:,} parameters x 2 B"
 
 
 def test_expert_parallel_names_its_worst_case_apart() -> None:
