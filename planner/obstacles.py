@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from planner.engines import check_engine, check_stage
 from planner.errors import PlanError, describe_value
-from planner.memory.templates import has_templates
+from planner.memory.templates import has_template, has_templates
+from planner.memory.training import template_key
 from planner.model import ModelSpec
 from planner.splits import check_splits
 from planner.variants import check_variants
@@ -85,7 +86,6 @@ def _not_built(field: str, value: object, allowed: str) -> PlanError:
 _NOT_BUILT_FIELDS = frozenset(
     (
         "checkpoint_every",
-        "loss",
         "sync_each_micro_batch",
         "lora_rank",
         "lora_targets",
@@ -107,6 +107,17 @@ def _check_traced(model: ModelSpec) -> None:
         raise PlanError("model.family", model.family, "a traced family", sentence=sentence)
 
 
+def _check_variant_traced(model: ModelSpec, workload: TrainingWorkload) -> None:
+    """Raise PlanError for a combination of choices that has not been traced for this family."""
+    key = template_key(model, workload, workload.sequence_length)
+    if not has_template(model.family, key):
+        sentence = (
+            f"A training step of {model.family} with {key.replace('/', ', ')} has not been traced; "
+            "choose another attention, precision, checkpointing or loss."
+        )
+        raise PlanError("workload", key, "a traced combination", sentence=sentence)
+
+
 def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where the model cannot be trained like this; the sentence says why."""
     check_parallelism(parallelism)
@@ -117,3 +128,4 @@ def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     check_length(model, "workload.sequence_length", workload.sequence_length)
     _check_attention(model, workload)
     check_splits(model, workload, parallelism)
+    _check_variant_traced(model, workload)

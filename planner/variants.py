@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import PlanError
-from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
+from planner.workload import Engine, Loss, Optimizer, Parallelism, TrainingWorkload
 
 _WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 
@@ -14,6 +14,7 @@ _WHOLE_PARAMETERS = (Engine.DDP, Engine.ZERO_REDUNDANCY)
 def check_variants(workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where a variant does not work under the engine; the sentence says why."""
     _check_optimizer(workload.optimizer, parallelism)
+    _check_loss(workload.loss, parallelism)
 
 
 def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
@@ -30,6 +31,15 @@ def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
             "matrices, which stages 1 to 3 cut; use stage 0."
         )
         raise PlanError("parallelism.zero_stage", stage, "0", sentence=sentence)
+
+
+def _check_loss(loss: Loss, parallelism: Parallelism) -> None:
+    if loss is not Loss.HF and parallelism.tensor_parallel > 1:
+        sentence = (
+            f"workload.loss is '{loss}': it reads the whole vocabulary, which tensor parallelism "
+            "splits; use hf."
+        )
+        raise PlanError("workload.loss", str(loss), "hf", sentence=sentence)
 
 
 def _refused(optimizer: Optimizer, reason: str) -> PlanError:

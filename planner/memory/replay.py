@@ -102,10 +102,10 @@ class ModelReplay:
         engine: EngineReplay,
         micro_batch: int,
         sequence_length: int,
-        casts_weights: bool,
+        sums_in_place: bool,
     ) -> None:
         self._num_layers, self._engine = spec.num_layers, engine
-        self._casts_weights = casts_weights
+        self._sums_in_place = sums_in_place
         self._allocator = memory.allocator
         values = monomial_values(spec, steps.monomials, micro_batch, sequence_length)
         sizes = [round(value * 2) for value in values.tolist()]  # halves: head_dim may be odd
@@ -189,7 +189,7 @@ class ModelReplay:
         if len(own) <= self._joining_row:
             return
         embedding_share, head_share = own[self._joining_row], self._tied_block
-        if self._casts_weights:
+        if self._sums_in_place:
             total = head_share
         else:
             total = self._allocator.allocate(head_share.size_bytes)
@@ -237,10 +237,15 @@ def _sized(row: Sequence[int], doubled_sizes: list[int]) -> tuple[int, ...]:
 
 
 def _weight_gradient(steps: Steps, section: str) -> int:
-    """Which allocation of a section is the gradient of a vocabulary-sized weight: the last such."""
+    """Which allocation of a section is the gradient of a vocabulary-sized weight: the last such.
+
+    A loss in chunks adds to one buffer from the start: there it is the first.
+    """
     found = -1
     for number, row in enumerate(steps.allocations(section)):
         names = steps.monomials[row[1]].split("*")
+        if "chunk" in names and found >= 0:
+            break
         if "vocab" in names and "seq" not in names and "chunk" not in names:
             found = number
     return found

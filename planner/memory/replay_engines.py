@@ -13,7 +13,7 @@ from planner.memory.replay_fsdp2 import Fsdp2Replay
 from planner.memory.replay_peakmark import PeakmarkReplay
 from planner.memory.templates import load_steps
 from planner.model import ModelSpec
-from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
+from planner.workload import Engine, Loss, Parallelism, Precision, TrainingWorkload
 
 _REPLAYS: dict[Engine, Callable[..., EngineReplay]] = {
     Engine.PEAKMARK: PeakmarkReplay,
@@ -48,6 +48,6 @@ def replay_training(
         engine,
         workload.micro_batch,
         workload.sequence_length,
-        casts_weights=workload.precision is Precision.AUTOCAST,
+        sums_in_place=workload.precision is Precision.AUTOCAST or workload.loss is not Loss.HF,
     )
     return replay(model, engine, memory, workload.grad_accumulation)

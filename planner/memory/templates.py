@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planner.memory.losses import chunk_tokens
 from planner.memory.sections import (
     BACKWARD,
     COMPONENTS,
@@ -76,6 +77,11 @@ def _family_file(family: str) -> Mapping[str, Any]:
     text = resources.files("planner.memory").joinpath(f"templates/{family}.json").read_text()
     data: Mapping[str, Any] = json.loads(text)
     return data
+
+
+def has_template(family: str, key: str) -> bool:
+    """Whether this variant of a family's training step has been traced."""
+    return has_templates(family) and key in _family_file(family)["templates"]
 
 
 @cache
@@ -192,6 +198,7 @@ def monomial_values(
         "vocab": spec.vocab_size,
         "positions": spec.position_rows,
         "layers": spec.num_layers,
+        "chunk": chunk_tokens(micro_batch * sequence_length, spec.vocab_size),
     }
     one = np.ones(np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length)))
     rows = []

@@ -39,7 +39,7 @@ from planner.memory.timeline import (
     phase_of,
 )
 from planner.model import ModelSpec
-from planner.workload import Engine, Parallelism, Precision, TrainingWorkload
+from planner.workload import Engine, Loss, Parallelism, Precision, TrainingWorkload
 
 PARTS = (
     "parameters",
@@ -124,7 +124,8 @@ def template_key(spec: ModelSpec, workload: TrainingWorkload, sequence_length: i
     mixed = workload.precision is Precision.MIXED
     compute = "bf16" if mixed else str(workload.precision)
     attention = attention_variant(spec, str(workload.attention), compute, sequence_length)
-    return "/".join((attention, compute, str(workload.checkpointing)))
+    loss = () if workload.loss is Loss.HF else (str(workload.loss),)
+    return "/".join((attention, compute, str(workload.checkpointing), *loss))
 
 
 def attention_notes(spec: ModelSpec, workload: TrainingWorkload) -> tuple[str, ...]:

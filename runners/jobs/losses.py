@@ -31,8 +31,12 @@ def install_chunked_loss(model: nn.Module) -> None:
         raise ValueError(
             f"the chunked loss knows no head with {' and '.join(scaled or ['a bias'])}"
         )
-    cap = getattr(config, "final_logit_softcapping", None)
-    model.add_module(LOSS_MODULE, ChunkedLoss(cap))
+    install_loss(model, ChunkedLoss(getattr(config, "final_logit_softcapping", None)))
+
+
+def install_loss(model: nn.Module, loss: nn.Module) -> None:
+    """Make `model.forward` return `loss(hidden states, head weight, labels)`."""
+    model.add_module(LOSS_MODULE, loss)
     model.forward = MethodType(_forward, model)
 
 
@@ -91,7 +95,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 own = _own(logits, labels[chunk]) - largest
                 sums = logits.sub_(largest).exp_().sum(-1, keepdim=True).log_()
                 del logits
-                total += (sums - own)[labels[chunk] != IGNORED_LABEL].sum()
+                counted = labels[chunk] != IGNORED_LABEL
+                total += ((sums - own).squeeze(-1) * counted).sum()
                 normaliser[chunk] = (sums + largest).squeeze(-1)
         ctx.num_labels = (labels != IGNORED_LABEL).sum()
         ctx.save_for_backward(hidden, weight, labels, normaliser)
@@ -116,7 +121,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 )
                 grad_hidden[chunk] = grad_logits @ matrix
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad_logits, hidden[chunk])
+                    add_product(grad_weight, grad_logits, hidden[chunk])
                 del grad_logits
         return grad_hidden, grad_weight, None, None
 
@@ -148,7 +153,8 @@ def _grad_logits(
     return gradient.to(dtype)
 
 
-def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+def add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """Add a chunk's gradient [tokens, vocabulary]^T @ [tokens, hidden] to the head's, in place."""
     if total.dtype is grad_logits.dtype:
         total.addmm_(grad_logits.t(), hidden)
     else:

@@ -11,15 +11,18 @@ import torch
 import transformers
 
 import planner.memory
-from runners.trace.model import FAMILIES, variants
+from runners.trace.graft import loss_templates
 from runners.trace.template import build_template
+from runners.trace.variants import FAMILIES, variants
 
 FOLDER = Path(planner.memory.__file__).parent / "templates"
 
 
 def write_family(family: str, folder: Path = FOLDER) -> Path:
     """Trace every variant of a family and write its template file; returns the path."""
-    templates = {variant.key: build_template(variant) for variant in variants(family)}
+    traced = {variant: build_template(variant) for variant in variants(family)}
+    traced |= loss_templates(traced, build_template)
+    templates = {variant.key: template for variant, template in traced.items()}
     path = folder / f"{family}.json"
     head = {
         "family": family,

@@ -2,83 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.memory.templates import ONE_GROUPING
-from runners.trace.standins import TRITON_NAME
+from runners.jobs.losses import install_chunked_loss
+from runners.trace.losses import install_fused_loss
 from runners.trace.symbols import HEAD_DIM, HEADS, HIDDEN, PRIMES, ROTARY_DIM
+from runners.trace.variants import Variant
 
 LAYERS = 4
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "olmo2",
-    "gemma2",
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "falcon",
-    "mixtral",
-    "qwen3_moe",
-)
 # These derive the head size from the hidden size, so their hidden size is heads * head_dim.
 DERIVED_HEAD_DIM = ("phi3", "olmo2", "gpt_neox", "opt")
-WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What changes the tensors that a step of one family keeps."""
-
-    family: str
-    attention: str  # eager, sdpa or triton; "_masked": a sliding window; "_mha": no grouped heads
-    compute: str  # bf16, fp32 or autocast
-    checkpointing: str  # none or full
-
-    @property
-    def key(self) -> str:
-        """The name under which the template is stored."""
-        return "/".join((self.attention, self.compute, self.checkpointing))
-
-    @property
-    def masked(self) -> bool:
-        """Whether a sliding window shorter than the sequence is in force."""
-        return "_masked" in self.attention
-
-    @property
-    def implementation(self) -> str:
-        """The name transformers knows the attention by."""
-        kernel = self.attention.split("_")[0]
-        return TRITON_NAME if kernel == "triton" else kernel
-
-
-def variants(family: str) -> list[Variant]:
-    """Every variant of a family whose tensors differ from the others'."""
-    attentions = ["eager", "sdpa", "triton"]
-    if family == "gemma2":  # transformers offers it eager attention only (logit softcap)
-        attentions = ["eager", "eager_mha"]
-    elif family == "falcon":  # it takes no attention function from outside
-        attentions = ["eager", "sdpa"]
-    elif family not in ONE_GROUPING:
-        attentions.append("eager_mha")
-    if family in WINDOWED:
-        attentions += ["sdpa_masked", "sdpa_masked_mha"]
-    kinds = [(a, compute) for a in attentions for compute in ("bf16", "fp32", "autocast")]
-    if "sdpa" in attentions and family not in ONE_GROUPING:
-        kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
-    return [
-        Variant(family, attention, compute, checkpointing)
-        for attention, compute in kinds
-        for checkpointing in ("none", "full")
-    ]
 
 
 def _dense_fields(variant: Variant) -> dict[str, Any]:
@@ -95,7 +32,7 @@ def _dense_fields(variant: Variant) -> dict[str, Any]:
     }
     if family not in DERIVED_HEAD_DIM:
         fields["head_dim"] = HEAD_DIM
-    if family in ("gpt_neox", "opt", "falcon"):
+    if family in ("gpt_neox", "opt", "falcon", "deepseek_v2", "deepseek_v3"):
         for key in ("num_key_value_heads", "head_dim"):
             fields.pop(key, None)
     return fields
@@ -136,8 +73,32 @@ def _own_fields(variant: Variant) -> dict[str, Any]:
             "moe_intermediate_size": PRIMES["moe_ffn"],
             "norm_topk_prob": True,
         },
+        "gpt_oss": experts,
+        "deepseek_v2": {"n_routed_experts": PRIMES["experts"], **_latent_fields(variant)},
+        "deepseek_v3": {
+            "n_routed_experts": PRIMES["expert_groups"] * PRIMES["group_experts"],
+            "n_group": PRIMES["expert_groups"],
+            "topk_group": PRIMES["chosen_groups"],
+            **_latent_fields(variant),
+        },
     }
     return own.get(variant.family, {})
+
+
+def _latent_fields(variant: Variant) -> dict[str, Any]:
+    """The fields of latent attention and of experts beside shared ones."""
+    return {
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": None if "_direct" in variant.attention else PRIMES["q_rank"],
+        "kv_lora_rank": PRIMES["kv_rank"],
+        "qk_nope_head_dim": PRIMES["nope_dim"],
+        "qk_rope_head_dim": ROTARY_DIM,
+        "v_head_dim": PRIMES["value_dim"],
+        "moe_intermediate_size": PRIMES["moe_ffn"],
+        "num_experts_per_tok": PRIMES["top_k"],
+        "n_shared_experts": PRIMES["shared_experts"],
+        "first_k_dense_replace": 0,
+    }
 
 
 def config_fields(variant: Variant) -> dict[str, Any]:
@@ -147,7 +108,7 @@ def config_fields(variant: Variant) -> dict[str, Any]:
     fields |= {"vocab_size": PRIMES["vocab"], "tie_word_embeddings": False}
     if variant.family == "mistral":
         fields["sliding_window"] = None
-    if variant.family == "gemma2":
+    if variant.family in ("gemma2", "gemma3_text", "gpt_oss"):
         fields["layer_types"] = ["full_attention"] * LAYERS
     if variant.masked:
         fields |= {"sliding_window": 7, "use_sliding_window": True}
@@ -169,4 +130,8 @@ def build_model(variant: Variant, fake: FakeTensorMode) -> torch.nn.Module:
         model.to_empty(device="cpu")
     if variant.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    if variant.loss == "chunked":
+        install_chunked_loss(model)
+    elif variant.loss == "fused_linear":
+        install_fused_loss(model)
     return model.train()

@@ -15,12 +15,21 @@ import transformers.integrations.moe
 import transformers.masking_utils
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import runners.jobs.losses
+from runners.trace.losses import traced_slices
+
 TRITON_NAME = "peakmark_trace_triton"
 
 
-def _attention_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Output in (batch, seq, heads, head_dim) memory order, as the CUDA kernels lay it out."""
+def _attention_output(query: torch.Tensor, value: torch.Tensor, like_query: bool) -> torch.Tensor:
+    """Output in (batch, seq, heads, head_dim) memory order, or in the query's.
+
+    SDPA's kernels follow the query (aten/src/ATen/native/cudnn/MHA.cpp, alloc_with_matching_layout;
+    flash_attn/flash_api.cpp, empty_like): a rotary embedding that concatenates makes it contiguous.
+    """
     batch, heads, seq, _ = query.shape
+    if like_query and query.is_contiguous():
+        return query.new_empty(batch, heads, seq, value.shape[-1])
     out = query.new_empty(batch, seq, heads, value.shape[-1])
     return out.transpose(1, 2)
 
@@ -29,8 +38,8 @@ class _FusedAttention(torch.autograd.Function):
     """A fused kernel: keeps Q, K, V, the output and one fp32 logsumexp per query row."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-        out = _attention_output(q, v)
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, like_query: bool) -> torch.Tensor:
+        out = _attention_output(q, v, like_query)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, mask, out, logsumexp)
         return out
@@ -41,11 +50,11 @@ class _FusedAttention(torch.autograd.Function):
         delta = torch.empty_like(logsumexp)  # row sums of dO * O, alive during the backward
         grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
         del delta
-        return grad_q, grad_k, grad_v, None
+        return grad_q, grad_k, grad_v, None, None
 
 
-def _fused_attention(q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-    out: torch.Tensor = _FusedAttention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+def _fused_attention(q: Any, k: Any, v: Any, mask: Any, like_query: bool) -> torch.Tensor:
+    out: torch.Tensor = _FusedAttention.apply(q, k, v, mask, like_query)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -53,6 +62,35 @@ def _to_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if torch.is_autocast_enabled("cpu"):
         return tuple(t.to(torch.get_autocast_dtype("cpu")) for t in tensors)
     return tensors
+
+
+def _math_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """SDPA's fallback, as it runs on plain tensors (attention.cpp, _scaled_dot_product_attention_math).
+
+    The operation itself would add the mask out of place, since fake tensors are a subclass.
+    """
+    dtype, groups = query.dtype, query.shape[1] // key.shape[1]
+    query, key, value = query.float(), key.float(), value.float()
+    query = query * scale**0.5
+    if is_causal:
+        keep = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        mask = torch.empty_like(keep, dtype=torch.float32)
+        del keep
+    if groups > 1:
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = torch.matmul(query, key.transpose(-2, -1) * scale**0.5)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch.ops.aten._safe_softmax(scores, -1)
+    del scores
+    return torch.matmul(weights, value).to(dtype)
 
 
 def fused_sdpa(
@@ -75,20 +113,17 @@ def fused_sdpa(
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     is_grouped, enable_gqa = query.shape[1] != key.shape[1], bool(kwargs.get("enable_gqa"))
     if is_grouped and (query.dtype == torch.float32 or not enable_gqa):
-        math = torch.ops.aten._scaled_dot_product_attention_math
-        causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
-        out: torch.Tensor = math(
-            query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-        return out
-    return _fused_attention(query, key, value, attn_mask)
+        scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+        is_causal = bool(kwargs.get("is_causal"))
+        return _math_attention(query, key, value, attn_mask, is_causal, scale)
+    return _fused_attention(query, key, value, attn_mask, like_query=True)
 
 
 def _triton_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     query, key, value = _to_autocast(query, key, value)
-    out = _fused_attention(query, key, value, None)
+    out = _fused_attention(query, key, value, None, like_query=False)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -148,6 +183,7 @@ def cuda_stand_ins() -> Iterator[None]:
     """Make model code behave under fake CPU tensors as it does on a CUDA device."""
     patch = mock.patch.object
     with ExitStack() as stack:
+        stack.enter_context(patch(runners.jobs.losses, "token_slices", traced_slices))
         stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", fused_sdpa))
         stack.enter_context(patch(transformers.integrations.moe, "_grouped_mm", _grouped_mm))
         # Its answer depends on values, which fake tensors do not have; unpacked batches give None.

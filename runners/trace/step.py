@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runners.trace.model import LAYERS, Variant, build_model
+from runners.jobs.losses import LOSS_MODULE
+from runners.trace.model import LAYERS, build_model
 from runners.trace.standins import cuda_stand_ins
 from runners.trace.symbols import PRIMES
 from runners.trace.tape import Event, Tape
+from runners.trace.variants import Variant
 from runners.zero.groups import decoder_layers, partition_parameters
 
 # Of four layers the second stands for all inner ones; the first and the last see the model's ends.
@@ -84,7 +86,8 @@ def _watch_sections(model: nn.Module, tape: Tape) -> None:
     for name, module in model.named_modules():
         module.register_forward_pre_hook(_name(tape, name))
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
-    head.register_forward_pre_hook(_enter(tape, "loss"))
+    loss_start = getattr(model, LOSS_MODULE, head)
+    loss_start.register_forward_pre_hook(_enter(tape, "loss"))
 
 
 def _enter(tape: Tape, section: str) -> Callable[..., None]:

@@ -38,6 +38,7 @@ PRIMES: Mapping[str, int] = {
     "kv_rank": 109,
     "kv_rank_and_rotary": 167,
     "q_rank": 113,
+    "chunk": 127,  # tokens that a chunked loss takes at once
 }
 HIDDEN = PRIMES["hidden_per_head"] * PRIMES["kv_heads"] * PRIMES["group"]
 HEAD_DIM = 2 * PRIMES["half_head_dim"]

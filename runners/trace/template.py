@@ -25,9 +25,9 @@ from planner.memory.sections import (
     SECTIONS,
     THIS,
 )
-from runners.trace.model import Variant
 from runners.trace.step import LAYER_NAMES, trace_step
 from runners.trace.tape import Allocation, Event
+from runners.trace.variants import Variant
 
 Encoded = list[list[Any]]
 
@@ -53,7 +53,7 @@ def _component(allocation: Allocation, is_saved: bool) -> str:
     if allocation.kind == "gradients":
         return "gradients"
     names = allocation.monomial.split("*")
-    if "vocab" in names and "seq" in names:
+    if "vocab" in names and ("seq" in names or "chunk" in names):
         return "logits"
     if names.count("seq") == 2:
         return "attention"

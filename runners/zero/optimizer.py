@@ -59,7 +59,7 @@ def _eight_bit_adamw(tensors: Sequence[Tensor], lr: float) -> torch.optim.Optimi
         raise ValueError("adamw_8bit runs on a GPU only: bitsandbytes has no other kernels for it")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError("adamw_8bit needs bitsandbytes: pip install 'peakmark[bitsandbytes]'")
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
 
     optimizer: torch.optim.Optimizer = AdamW8bit(tensors, lr=lr)
     return optimizer

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from planner.memory.templates import _family_file
 from runners.trace.build import _numbered, _Pool
-from runners.trace.model import FAMILIES, Variant, variants
 from runners.trace.template import build_template
+from runners.trace.variants import FAMILIES, OTHER_LOSSES, Variant, variants
 
 
 def stored(family: str, key: str, part: str, name: str) -> list[list[Any]]:
@@ -36,7 +37,12 @@ def test_a_fresh_trace_equals_the_stored_template(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_variant_is_stored(family: str) -> None:
-    assert set(_family_file(family)["templates"]) == {v.key for v in variants(family)}
+    keys = {
+        replace(variant, loss=loss).key
+        for variant in variants(family)
+        for loss in ("hf", *OTHER_LOSSES)
+    }
+    assert set(_family_file(family)["templates"]) == keys
 
 
 def test_numbering_loses_nothing() -> None:
