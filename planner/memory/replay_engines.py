@@ -37,11 +37,27 @@ def replay_training(
     Raises ReplayedOutOfMemoryError where segments do not fit in `capacity_bytes`.
     """
     memory = Memory(capacity_bytes, workload.expandable_segments)
+    model, engine = build_replay(spec, workload, parallelism, key, hardware, memory)
+    return replay(model, engine, memory, workload.grad_accumulation)
+
+
+def build_replay(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    key: str,
+    hardware: Gpu | None,
+    memory: Memory,
+    model_kind: type[ModelReplay] = ModelReplay,
+    watch: Callable[[EngineReplay], EngineReplay] = lambda engine: engine,
+) -> tuple[ModelReplay, EngineReplay]:
+    """Return model and engine of a plan's replay over `memory`; `watch` may stand between them."""
     kind = _REPLAYS[parallelism.engine]
-    engine = kind(spec, workload, parallelism, memory, workspace_bytes(hardware))
+    engine = watch(kind(spec, workload, parallelism, memory, workspace_bytes(hardware)))
     gradients = "kept" if parallelism.engine is Engine.FSDP2 else "added"
     steps = load_steps(spec.family, key, gradients)
-    model = ModelReplay(
+    plan = workload, parallelism
+    model = model_kind(
         spec,
         steps,
         memory,
@@ -49,5 +65,12 @@ def replay_training(
         workload.micro_batch,
         workload.sequence_length,
         sums_in_place=workload.precision is Precision.AUTOCAST or workload.loss is not Loss.HF,
+        later_steps=load_steps(spec.family, key, "added") if _adds_to_whole(*plan) else None,
     )
-    return replay(model, engine, memory, workload.grad_accumulation)
+    return model, engine
+
+
+def _adds_to_whole(workload: TrainingWorkload, parallelism: Parallelism) -> bool:
+    """Whether autograd finds FSDP2's gradients of the micro-batch before, left whole."""
+    left_whole = parallelism.engine is Engine.FSDP2 and not workload.sync_each_micro_batch
+    return left_whole and workload.precision is not Precision.MIXED

@@ -51,7 +51,7 @@ PARTS = (
     "rounding",
 )
 # Fewer layers have no inner one to stand for the rest.
-_MIN_REPLAYED_LAYERS = 3
+MIN_REPLAYED_LAYERS = 3
 # What an array of 64-bit integers can hold with the overheads on top; no plan that runs comes near.
 _MOST_GRID_BYTES = 2.0**62
 BesideAt = Callable[[str, Any, Any], Beside]
@@ -155,6 +155,7 @@ def _states(
         stage,
         world_size,
         accumulates=workload.grad_accumulation > 1,
+        **({} if workload.sync_each_micro_batch else {"syncs": False}),
     )
 
 
@@ -192,7 +193,7 @@ def training_memory(
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
     gpus = parallelism.world_size * group_size(parallelism)
     outside = outside_bytes(workload, parallelism.engine, gpus, hardware)
-    replays = beside is None and spec.num_layers >= _MIN_REPLAYED_LAYERS
+    replays = beside is None and spec.num_layers >= MIN_REPLAYED_LAYERS
     if segment_share is None and replays:
         replayed = _replay(spec, workload, parallelism, key, hardware, outside)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)

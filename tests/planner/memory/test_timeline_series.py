@@ -1,0 +1,118 @@
+"""The replayed step as a series: its sections, its parts, its high point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.memory.step_sections import section_label, section_words
+from planner.memory.timeline_series import step_timeline, why_no_timeline
+from planner.plan import Plan, parse_plan
+from planner.predict import predict
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+}
+# 4 x (4 x 1024^2 + 3 x 1024 x 2048 + 2 x 1024) + 1024 + 2 x 8192 x 1024
+PARAMETERS = 4 * (4 * 1024**2 + 3 * 1024 * 2048 + 2 * 1024) + 1024 + 2 * 8192 * 1024
+
+
+def plan(layers: int = 4, **chosen: Any) -> Plan:
+    names = ("engine", "zero_stage", "world_size", "tensor_parallel")
+    parallelism = {"engine": "peakmark", "zero_stage": 0, "world_size": 1}
+    workload = {"sequence_length": 512}
+    for key, value in chosen.items():
+        (parallelism if key in names else workload)[key] = value
+    return parse_plan(
+        {
+            "model": {"config": {**CONFIG, "num_hidden_layers": layers}, "name": "made up"},
+            "workload": workload,
+            "parallelism": parallelism,
+            "hardware": {"preset": "h200-sxm5-141gb"},
+        }
+    )
+
+
+def test_sections_follow_the_step_in_order() -> None:
+    layers = [f"layer {index}" for index in range(4)]
+    backward = [f"{layer} backward" for layer in reversed(layers)]
+    assert [section.label for section in step_timeline(plan())] == [
+        *("embed", *layers, "head", "loss"),
+        *("loss backward", *backward, "embed backward", "optimizer"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"zero_stage": 3, "world_size": 4},
+        {"zero_stage": 2, "world_size": 4, "grad_accumulation": 3},
+        {"engine": "fsdp2", "zero_stage": 3, "world_size": 2, "checkpointing": "full"},
+        {"engine": "fsdp2", "zero_stage": 2, "world_size": 2, "optimizer": "adamw_foreach"},
+        {"engine": "ddp", "precision": "fp32"},
+        {"precision": "autocast", "attention": "eager"},
+        {"expandable_segments": True},
+    ],
+    ids=lambda chosen: " ".join(str(value) for value in chosen.values()),
+)
+def test_the_high_point_is_the_predicted_peak_to_the_byte(chosen: dict[str, Any]) -> None:
+    sections = step_timeline(plan(**chosen))
+    memory = predict(plan(**chosen)).memory
+    assert max(sum(s.high_parts.values()) for s in sections) == memory["allocated_bytes"]
+    assert sections[-1].reserved_bytes == memory["reserved_bytes"]
+    for section in sections:
+        assert sum(section.end_parts.values()) <= sum(section.high_parts.values())
+        assert min((*section.high_parts.values(), *section.end_parts.values())) > 0
+
+
+def test_parts_are_the_training_state_counted_by_hand() -> None:
+    sections = {section.label: section for section in step_timeline(plan())}
+    # bf16 parameters; fp32 master, two fp32 states, a 4-byte step of each of the six groups.
+    for section in sections.values():
+        assert section.end_parts["parameters"] == 2 * PARAMETERS
+        assert section.end_parts["optimizer"] == 12 * PARAMETERS + 4 * 6
+    assert sections["embed backward"].end_parts["gradients"] == 2 * PARAMETERS
+    assert "gradients" not in sections["optimizer"].end_parts
+    # The gradients' cast to fp32, of the largest group: a layer.
+    layer = 4 * 1024**2 + 3 * 1024 * 2048 + 2 * 1024
+    assert sections["optimizer"].high_parts["temporary"] == 4 * layer
+
+
+def test_stage_3_gathers_one_layer_at_a_time() -> None:
+    sections = {s.label: s for s in step_timeline(plan(zero_stage=3, world_size=2))}
+    layer, vocabulary = 4 * 1024**2 + 3 * 1024 * 2048 + 2 * 1024, 8192 * 1024
+    # Its own bf16 layer beside the embedding, which stays from its first use.
+    assert sections["layer 2"].high_parts["gathered"] == 2 * (layer + vocabulary)
+    assert sections["layer 2"].end_parts["gathered"] == 2 * vocabulary
+    assert "gathered" not in sections["optimizer"].end_parts
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"layers": 2}, "from 3 layers on"),
+        ({"tensor_parallel": 2}, "split model"),
+    ],
+)
+def test_a_step_that_is_not_replayed_says_why(chosen: dict[str, Any], words: str) -> None:
+    reason = why_no_timeline(plan(**chosen))
+    assert reason is not None and words in reason
+    with pytest.raises(ValueError, match=words):
+        step_timeline(plan(**chosen))
+
+
+def test_labels_are_the_same_for_layers_of_every_kind() -> None:
+    assert section_label("first_layer", 0) == section_label("layer", 0) == "layer 0"
+    assert section_label("last_layer_backward", 3) == "layer 3 backward"
+    assert section_label("loss_backward") == "loss backward"
+    assert section_words("loss backward") == "logits and loss backward"
+    assert section_words("embed") == "embedding"
+    assert section_words("layer 3 backward") == "layer 3 backward"
