@@ -279,10 +279,7 @@ def error_history(report: AccuracyReport) -> dict[str, Any]:
             # Device bytes come after reserved bytes and take their place.
             by_row[residual.row_id] = residual
     return history_table(
-        (
-            (found.groups["engine"], found.groups["stage"], found.groups["attention"]),
-            found.comparison.measured / found.comparison.predicted,
-        )
+        (found.groups, found.comparison.measured / found.comparison.predicted)
         for found in by_row.values()
     )
 

@@ -103,9 +103,19 @@ def gpu_name(environment: Mapping[str, Any]) -> str:
 def groups_of(
     plan: Plan, workload: TrainingWorkload, row: RecordedRow, device_bytes: int
 ) -> dict[str, str]:
-    """Return what a row is grouped by: the choices of its plan, its world and its GPU."""
-    parallelism = plan.parallelism
+    """Return what a row is grouped by: the traits of its plan, its world and its GPU."""
     filled = device_bytes / plan.hardware.visible_bytes
+    return {
+        **plan_traits(plan, workload),
+        "world": str(row.spec.get("world")),
+        "gpu": gpu_name(row.environment),
+        "GPU filled": "85 % or more" if filled >= NEARLY_FULL else "less than 85 %",
+    }
+
+
+def plan_traits(plan: Plan, workload: TrainingWorkload) -> dict[str, str]:
+    """Return the choices of a plan that errors are grouped by, as words."""
+    parallelism = plan.parallelism
     return {
         "job": plan.job.value,
         "engine": parallelism.engine.value,
@@ -120,9 +130,6 @@ def groups_of(
         "LoRA": _adapters(workload),
         "variant": _variant(workload, parallelism),
         "architecture": plan.model.family,
-        "world": str(row.spec.get("world")),
-        "gpu": gpu_name(row.environment),
-        "GPU filled": "85 % or more" if filled >= NEARLY_FULL else "less than 85 %",
     }
 
 

@@ -7,7 +7,8 @@ measured / predicted device bytes (reserved bytes where a world does not count d
 The bounds are order statistics: if n earlier ratios and the next one come in any order alike, the
 next lies at or below the k-th smallest with probability k / (n + 1). The k for 95 % (and for 5 %
 below) exists from 19 ratios on. A smaller group takes its extremes and never less than the bounds of
-the next larger group, so that a short history is not mistaken for a good one.
+the next larger group, so that a short history is not mistaken for a good one. A plan with a trait
+that was never measured (an engine, an architecture, an optimizer ...) gets the extremes of all.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ import numpy.typing as npt
 SCHEMA = 1
 TAIL = 0.05
 ALL = "all"
-# Bounds of every ratio seen, for a plan whose engine was never measured.
+# Bounds of every ratio seen, for a plan unlike all that were measured.
 EXTREMES = "extremes"
+# A plan with a value of one of these that no measurement had is unlike them.
+MEASURED_TRAITS = (
+    *("engine", "attention", "architecture", "checkpointing", "precision"),
+    *("optimizer", "loss", "LoRA", "accumulation", "variant"),
+)
 _DECIMALS = 5
 # Fewer ratios have no order statistic at TAIL.
 _ENOUGH = round(1 / TAIL) - 1
@@ -54,17 +60,21 @@ class Interval:
     basis: str
 
 
-def group_names(engine: str, stage: str, attention: str) -> tuple[str, str, str]:
+def group_names(traits: Mapping[str, str]) -> tuple[str, str, str]:
     """Return the groups of a plan, the nearest first."""
+    engine, stage, attention = (traits[name] for name in ("engine", "stage", "attention"))
     return f"{engine}/{stage}/{attention}", engine, ALL
 
 
-def history_table(plans: Iterable[tuple[tuple[str, str, str], float]]) -> dict[str, Any]:
-    """Return the table of bounds from (engine, stage, attention) and measured / predicted."""
+def history_table(plans: Iterable[tuple[Mapping[str, str], float]]) -> dict[str, Any]:
+    """Return the table from the traits of measured plans and their measured / predicted."""
     ratios: dict[str, list[float]] = defaultdict(list)
     parents: dict[str, str | None] = {ALL: None}
-    for plan, ratio in plans:
-        nearest, engine, everything = group_names(*plan)
+    seen: dict[str, set[str]] = {name: set() for name in MEASURED_TRAITS}
+    for traits, ratio in plans:
+        for name in MEASURED_TRAITS:
+            seen[name].add(traits[name])
+        nearest, engine, everything = group_names(traits)
         parents |= {nearest: engine, engine: everything}
         for name in (nearest, engine, everything):
             ratios[name].append(ratio)
@@ -74,9 +84,14 @@ def history_table(plans: Iterable[tuple[tuple[str, str, str], float]]) -> dict[s
         parent = parents[name]
         found[name] = _bounds(ratios[name], None if parent is None else found[parent])
     if ratios:
-        seen = ratios[ALL]
-        found[EXTREMES] = _entry(len(seen), min(seen), max(seen))
-    return {"schema": SCHEMA, "tail": TAIL, "groups": dict(sorted(found.items()))}
+        every = ratios[ALL]
+        found[EXTREMES] = _entry(len(every), min(every), max(every))
+    return {
+        "schema": SCHEMA,
+        "tail": TAIL,
+        "measured": {name: sorted(values) for name, values in seen.items()},
+        "groups": dict(sorted(found.items())),
+    }
 
 
 def _bounds(ratios: list[float], parent: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -97,50 +112,46 @@ def _entry(n: int, low: float, high: float) -> dict[str, Any]:
 
 
 @cache
-def _groups() -> Mapping[str, Mapping[str, Any]]:
+def _history() -> Mapping[str, Any]:
     text = files("planner").joinpath("data/error_history.json").read_text()
-    groups: Mapping[str, Mapping[str, Any]] = json.loads(text)["groups"]
-    return groups
+    history: Mapping[str, Any] = json.loads(text)
+    return history
 
 
 def forget_history() -> None:
     """Read the table anew at the next question: the script that writes it has to."""
-    _groups.cache_clear()
+    _history.cache_clear()
 
 
-def ratios_for(engine: str, stage: int, attention: str) -> Ratios | None:
-    """Return the bounds of the nearest group that has measurements; None without any at all."""
-    groups = _groups()
-    nearest, own_engine, _ = group_names(engine, str(stage), attention)
-    if own_engine not in groups:
-        return _ratios(EXTREMES, "plans of other engines, the worst included", groups)
-    name = nearest if nearest in groups else own_engine
-    like_it, of_engine = (groups.get(key, {"n": 0})["n"] for key in (nearest, own_engine))
+def ratios_for(traits: Mapping[str, str]) -> Ratios | None:
+    """Return the bounds for a plan of these traits; None without any measurement at all."""
+    history = _history()
+    groups = history["groups"]
+    if not groups:
+        return None
+    for name in MEASURED_TRAITS:
+        if traits[name] not in history["measured"][name]:
+            return _ratios(groups[EXTREMES], f"all plans, none of them with {name} {traits[name]}")
+    nearest, engine, _ = group_names(traits)
+    like_it, of_engine = (groups.get(key, {"n": 0})["n"] for key in (nearest, engine))
+    found = groups[nearest] if like_it else groups[engine]
     if like_it >= _ENOUGH:
-        return _ratios(name, f"plans like it ({engine}, stage {stage}, {attention})", groups)
+        return _ratios(found, f"plans like it ({nearest.replace('/', ', ')})")
     if of_engine >= _ENOUGH:
         basis = f"plans of its engine ({engine}), {like_it} of them like it"
-        return _ratios(name, basis, groups, of_engine)
-    return _ratios(name, f"all plans, {of_engine} of them of its engine", groups, groups[ALL]["n"])
+        return _ratios(found, basis, of_engine)
+    return _ratios(found, f"all plans, {of_engine} of them of its engine", groups[ALL]["n"])
 
 
-def _ratios(
-    name: str,
-    basis: str,
-    groups: Mapping[str, Mapping[str, Any]],
-    measurements: int | None = None,
-) -> Ratios | None:
-    found = groups.get(name)
-    if found is None:
-        return None
+def _ratios(found: Mapping[str, Any], basis: str, measurements: int | None = None) -> Ratios:
     return Ratios(found["low"], found["high"], measurements or found["n"], basis)
 
 
 def ratios_by_stage(
-    engine: str, stages: Iterable[int], attention: str
+    traits: Mapping[str, str], stages: Iterable[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
     """Return the low and high bounds for each stage, or None without any measurement."""
-    found = [ratios_for(engine, stage, attention) for stage in stages]
+    found = [ratios_for({**traits, "stage": str(stage)}) for stage in stages]
     known = [ratios for ratios in found if ratios is not None]
     if len(known) < len(found):
         return None
@@ -148,13 +159,13 @@ def ratios_by_stage(
 
 
 def interval_around(
-    needed_bytes: int, engine: str, stage: int, attention: str, doubt_bytes: int
+    needed_bytes: int, traits: Mapping[str, str], doubt_bytes: int
 ) -> Interval | None:
     """Return where the measurement of a prediction will lie; None without any history.
 
     `doubt_bytes` widens it to both sides: what the GPU or the ranks leave open, in no measurement.
     """
-    ratios = ratios_for(engine, stage, attention)
+    ratios = ratios_for(traits)
     if ratios is None:
         return None
     return Interval(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from planner.comparison import plan_traits
 from planner.decode import decode_throughput
 from planner.error_history import Interval, interval_around
 from planner.families import parameter_shapes
@@ -23,8 +24,8 @@ from planner.workload import TrainingWorkload
 SCHEMA = 1
 # Held by a test against the recorded steps.
 SPEED_IS_A_BOUND = (
-    "Step time is a roofline bound, not yet a forecast: recorded steps took about twice as long "
-    "on average (see Accuracy)."
+    "Step time is a roofline bound, not yet a forecast: recorded steps took two to three "
+    "times as long on average (see Accuracy)."
 )
 PLANNER_VERSION = "0.1.0"
 
@@ -90,8 +91,7 @@ def _interval(plan: Plan, workload: TrainingWorkload, device_bytes: int) -> Inte
     """Return where the history of plans like this one puts the measurement."""
     engine, ranks = plan.parallelism.engine, plan.parallelism.world_size
     outside = outside_bytes(workload, engine, ranks, plan.hardware)
-    stage, attention = plan.parallelism.zero_stage, str(workload.attention)
-    return interval_around(device_bytes, str(engine), stage, attention, outside.doubt_bytes)
+    return interval_around(device_bytes, plan_traits(plan, workload), outside.doubt_bytes)
 
 
 def _predict_training(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.checks import check_integer
+from planner.comparison import plan_traits
 from planner.error_history import ratios_by_stage
 from planner.errors import PlanError
 from planner.memory.overheads import outside_bytes
@@ -154,7 +155,7 @@ def _states(
 ) -> NDArray[np.str_]:
     """Return every point's verdict, each from the history of its own engine and stage."""
     engine, capacity_bytes = plan.parallelism.engine, plan.hardware.visible_bytes
-    ratios = ratios_by_stage(str(engine), axes["zero_stage"], str(workload.attention))
+    ratios = ratios_by_stage(plan_traits(plan, workload), axes["zero_stage"])
     if ratios is None or is_split(plan.parallelism):
         return judge_grid(device, capacity_bytes)
     ranks = np.array(axes["world_size"], dtype=np.int64)[:, None, None]

@@ -184,8 +184,8 @@ def _history(history: Mapping[str, Any]) -> Iterator[str]:
     yield "\n## What the intervals of verdicts rest on\n"
     yield (
         "Measured / predicted device bytes of earlier rows (docs/memory-model.md): the plan's own "
-        "engine, stage and attention, else its engine. An engine that was never measured gets "
-        "the extremes.\n"
+        "engine, stage and attention, else its engine. A plan with something that was never measured "
+        "gets the extremes.\n"
     )
     yield "| plans like | n | low | high |\n|---|--:|--:|--:|"
     groups = history["groups"]

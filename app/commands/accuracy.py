@@ -40,6 +40,8 @@ def accuracy_command(
         print_table(make_table("Holdout rows", ("quantity",), FIGURES, held))
     words = ("group", "value", "quantity")
     print_table(make_table("By group", words, FIGURES, group_rows(report)))
+    ends = ("ran", "out of memory")
+    print_table(make_table("Verdicts", ("verdict",), ends, verdict_rows(report)))
     print_line(verdict_sentence(report))
     for row_id, reason in report.not_predicted.items():
         print_line(f"Not predicted: {row_id}: {reason}")
@@ -69,6 +71,12 @@ def verdict_sentence(report: AccuracyReport) -> str:
     fits, refused = report.false_fits, report.false_does_not_fit
     named = f": {', '.join((*fits, *refused))}" if fits or refused else ""
     return f"False 'fits': {len(fits)}; false 'does not fit': {len(refused)}{named}"
+
+
+def verdict_rows(report: AccuracyReport) -> Iterator[tuple[str, ...]]:
+    """Yield one row per verdict: how many runs of it ended well, and how many did not."""
+    for state, outcomes in report.confusion().items():
+        yield state.replace("_", " "), *(str(number) for number in outcomes.values())
 
 
 def overall_rows(quantities: Mapping[str, Statistics]) -> Iterator[tuple[str, ...]]:

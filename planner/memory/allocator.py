@@ -27,6 +27,8 @@ LARGE_SEGMENT_BYTES = 20 * MIB_BYTES
 SEGMENT_STEP_BYTES = 2 * MIB_BYTES
 _CHUNK_BYTES = 32 * MIB_BYTES
 _TOP_ADDRESS = 1 << 47
+# Below any address, those of plans larger than all addresses included.
+_ANY_ADDRESS = -(1 << 80)
 
 
 class ReplayedOutOfMemoryError(Exception):
@@ -69,7 +71,7 @@ class CachingAllocator:
         size = -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
         is_small = size <= SMALL_REQUEST_BYTES
         pool = self._pools.setdefault((stream, is_small), [])
-        index = bisect_left(pool, (size, -1))
+        index = bisect_left(pool, (size, _ANY_ADDRESS))
         if index < len(pool):
             block = self._free.pop(pool.pop(index)[1])
             block.is_free = False

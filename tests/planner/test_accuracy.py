@@ -103,12 +103,12 @@ def test_statistics_of_four_errors_by_hand() -> None:
 
 
 def test_errors_are_relative_to_the_measurement(verdict: FixedPrediction) -> None:
-    measured = {"allocated_bytes": 100, "reserved_bytes": 160, "device_bytes": 150}
+    measured = {"allocated_bytes": 100, "reserved_bytes": 160, "device_bytes": 200}
     report = accuracy_report([recorded(measured)])
     overall = report.overall()
     assert overall["allocated"].mean_percent == pytest.approx(10.0)
     assert overall["reserved"].mean_percent == pytest.approx(-25.0)
-    assert overall["device"].mean_percent == 0.0
+    assert overall["device"].mean_percent == pytest.approx(-25.0)
     assert report.evidence_rows == 1
 
 
@@ -164,7 +164,7 @@ def test_a_row_far_off_needs_an_explanation(verdict: FixedPrediction) -> None:
 
 def test_the_error_history_takes_device_bytes_else_reserved_bytes(verdict: FixedPrediction) -> None:
     rows = [
-        recorded({"reserved_bytes": 240, "device_bytes": 180}),
+        recorded({"reserved_bytes": 100, "device_bytes": 180}),
         recorded({"reserved_bytes": 96}),
         recorded({"reserved_bytes": 1, "device_bytes": 1}, role="calibration"),
     ]
@@ -336,9 +336,15 @@ def test_ranks_that_share_a_gpu_are_not_compared_by_its_device_bytes() -> None:
     assert set(_memory_quantities("shared")) == {"allocated", "reserved"}
 
 
+def test_device_bytes_read_after_segments_were_given_back_are_no_peak() -> None:
+    prediction = FixedPrediction().to_dict()
+    after = compare(prediction, {"reserved_bytes": 120, "device_bytes": 119}, "solo")
+    assert [c.quantity for c in after] == ["reserved"]
+
+
 def test_the_note_on_speed_says_what_recorded_steps_say(recorded_report: AccuracyReport) -> None:
     found = [residual.comparison for residual in recorded_report.residuals]
     times = [c.measured / c.predicted for c in found if c.quantity == "step_time"]
     ratio = sum(times) / len(times)
-    assert 1.7 < ratio < 2.5
-    assert "about twice as long" in SPEED_IS_A_BOUND
+    assert 2 < ratio < 3
+    assert "two to three times as long" in SPEED_IS_A_BOUND

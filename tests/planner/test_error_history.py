@@ -10,14 +10,26 @@ import numpy as np
 import pytest
 
 from planner import error_history
-from planner.error_history import history_table, interval_around, ratios_by_stage, ratios_for
+from planner.error_history import (
+    MEASURED_TRAITS,
+    history_table,
+    interval_around,
+    ratios_by_stage,
+    ratios_for,
+)
 
-SDPA = ("peakmark", "3", "sdpa")
-EAGER = ("peakmark", "3", "eager")
-OTHER = ("fsdp2", "3", "sdpa")
+
+def _traits(engine: str, stage: int, attention: str, **changes: str) -> dict[str, str]:
+    usual = dict.fromkeys(MEASURED_TRAITS, "usual")
+    return {**usual, "engine": engine, "stage": str(stage), "attention": attention, **changes}
 
 
-def _table(*plans: tuple[tuple[str, str, str], float]) -> dict[str, Any]:
+SDPA = _traits("peakmark", 3, "sdpa")
+EAGER = _traits("peakmark", 3, "eager")
+OTHER = _traits("fsdp2", 3, "sdpa")
+
+
+def _table(*plans: tuple[dict[str, str], float]) -> dict[str, Any]:
     groups: dict[str, Any] = history_table(plans)["groups"]
     return groups
 
@@ -26,9 +38,9 @@ def _table(*plans: tuple[tuple[str, str, str], float]) -> dict[str, Any]:
 def history(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A history of 39 ratios of one kind of plan, 2 of another and 1 of another engine."""
     many = [(SDPA, 0.90 + 0.01 * index) for index in range(39)]
-    groups = _table(*many, (EAGER, 1.0), (EAGER, 1.01), (OTHER, 1.5))
-    monkeypatch.setattr(error_history, "_groups", lambda: groups)
-    yield groups
+    table = history_table([*many, (EAGER, 1.0), (EAGER, 1.01), (OTHER, 1.5)])
+    monkeypatch.setattr(error_history, "_history", lambda: table)
+    yield table
 
 
 def test_order_statistics_of_39_ratios() -> None:
@@ -57,43 +69,45 @@ def test_a_prediction_lies_in_its_own_interval() -> None:
 
 
 def test_where_the_bounds_come_from_is_said(history: dict[str, Any]) -> None:
-    enough, few, lonely, unknown = (
-        ratios_for(*plan)
-        for plan in (
-            ("peakmark", 3, "sdpa"),
-            ("peakmark", 3, "eager"),
-            ("fsdp2", 2, "sdpa"),
-            ("deepspeed", 3, "sdpa"),
-        )
-    )
-    assert enough and few and lonely and unknown
-    assert (enough.measurements, enough.basis) == (39, "plans like it (peakmark, stage 3, sdpa)")
+    plans = (SDPA, EAGER, _traits("fsdp2", 2, "sdpa"))
+    enough, few, lonely = (ratios_for(plan) for plan in plans)
+    assert enough and few and lonely
+    assert (enough.measurements, enough.basis) == (39, "plans like it (peakmark, 3, sdpa)")
     assert (few.measurements, few.basis) == (
         41,
         "plans of its engine (peakmark), 2 of them like it",
     )
     assert (lonely.measurements, lonely.basis) == (42, "all plans, 1 of them of its engine")
-    # Nothing of its engine: the worst of all that was seen.
-    assert (unknown.measurements, unknown.low, unknown.high) == (42, 0.9, 1.5)
+
+
+@pytest.mark.parametrize("trait", MEASURED_TRAITS)
+def test_a_plan_unlike_all_measured_ones_gets_the_worst_of_them(
+    history: dict[str, Any], trait: str
+) -> None:
+    found = ratios_for({**SDPA, trait: "new"})
+    assert found is not None
+    assert (found.measurements, found.low, found.high) == (42, 0.9, 1.5)
+    assert found.basis == f"all plans, none of them with {trait} new"
 
 
 def test_doubt_widens_both_ends(history: dict[str, Any]) -> None:
-    found = interval_around(1000, "peakmark", 3, "sdpa", 50)
+    found = interval_around(1000, SDPA, 50)
     assert found is not None
     assert (found.low_bytes, found.high_bytes) == (860, 1320)
 
 
 def test_bounds_by_stage_are_those_of_single_plans(history: dict[str, Any]) -> None:
-    found = ratios_by_stage("peakmark", (3, 2), "sdpa")
+    found = ratios_by_stage(SDPA, (3, 2))
     assert found is not None
-    singles = [ratios_for("peakmark", stage, "sdpa") for stage in (3, 2)]
+    singles = [ratios_for(_traits("peakmark", stage, "sdpa")) for stage in (3, 2)]
     assert np.array_equal(found[0], [single.low for single in singles if single])
     assert np.array_equal(found[1], [single.high for single in singles if single])
 
 
 def test_no_history_gives_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(error_history, "_groups", dict)
-    assert ratios_for("peakmark", 3, "sdpa") is None
-    assert interval_around(1000, "peakmark", 3, "sdpa", 0) is None
-    assert ratios_by_stage("peakmark", (2, 3), "sdpa") is None
-    assert json.loads(json.dumps(history_table([])))["groups"] == {}
+    empty = history_table([])
+    assert json.loads(json.dumps(empty)) == empty
+    monkeypatch.setattr(error_history, "_history", lambda: empty)
+    assert ratios_for(SDPA) is None
+    assert interval_around(1000, SDPA, 0) is None
+    assert ratios_by_stage(SDPA, (2, 3)) is None
