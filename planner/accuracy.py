@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from planner.comparison import MEMORY_QUANTITIES, Comparison, compare, groups_of
-from planner.error_history import history_table
 from planner.errors import PlanError
 from planner.memory.overheads import NCCL_OVERHEAD
 from planner.plan import parse_plan
@@ -268,8 +267,8 @@ def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:
     )
 
 
-def error_history(report: AccuracyReport) -> dict[str, Any]:
-    """Return the table that verdicts rest on, from every row that no constant was fitted to.
+def device_ratios(report: AccuracyReport) -> list[tuple[Mapping[str, str], float]]:
+    """Return traits and measured / predicted of every row that no constant was fitted to.
 
     A row counts by its device bytes, by its reserved bytes where it has no device bytes.
     """
@@ -278,10 +277,10 @@ def error_history(report: AccuracyReport) -> dict[str, Any]:
         if residual.comparison.quantity in ("reserved", "device"):
             # Device bytes come after reserved bytes and take their place.
             by_row[residual.row_id] = residual
-    return history_table(
+    return [
         (found.groups, found.comparison.measured / found.comparison.predicted)
         for found in by_row.values()
-    )
+    ]
 
 
 def breaches(report: AccuracyReport, bounds: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -94,6 +94,18 @@ def history_table(plans: Iterable[tuple[Mapping[str, str], float]]) -> dict[str,
     }
 
 
+def inside_without_itself(plans: Sequence[tuple[Mapping[str, str], float]]) -> int:
+    """Return how many ratios lie inside the bounds that all the others give for their plan."""
+    inside = 0
+    for index, (traits, ratio) in enumerate(plans):
+        others = history_table([*plans[:index], *plans[index + 1 :]])
+        bounds = ratios_for(traits, others)
+        if bounds is not None:
+            # The bounds are rounded, and so must be what is compared with them.
+            inside += bounds.low <= round(ratio, _DECIMALS) <= bounds.high
+    return inside
+
+
 def _bounds(ratios: list[float], parent: Mapping[str, Any] | None) -> dict[str, Any]:
     ordered, n = sorted(ratios), len(ratios)
     if n >= _ENOUGH:
@@ -123,9 +135,14 @@ def forget_history() -> None:
     _history.cache_clear()
 
 
-def ratios_for(traits: Mapping[str, str]) -> Ratios | None:
-    """Return the bounds for a plan of these traits; None without any measurement at all."""
-    history = _history()
+def ratios_for(
+    traits: Mapping[str, str], history: Mapping[str, Any] | None = None
+) -> Ratios | None:
+    """Return the bounds for a plan of these traits; None without any measurement at all.
+
+    `history` is a table of `history_table`, the committed one unless given.
+    """
+    history = _history() if history is None else history
     groups = history["groups"]
     if not groups:
         return None

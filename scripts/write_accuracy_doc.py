@@ -15,10 +15,17 @@ from planner.accuracy import (
     AccuracyReport,
     Statistics,
     accuracy_report,
-    error_history,
+    device_ratios,
 )
 from planner.comparison import MEMORY_QUANTITIES
-from planner.error_history import ALL, EXTREMES, forget_history
+from planner.error_history import (
+    ALL,
+    EXTREMES,
+    TAIL,
+    forget_history,
+    history_table,
+    inside_without_itself,
+)
 from planner.public_cases import Answer, PublicCases, read_cases
 from planner.records import RecordedRow, read_file
 from planner.verdict import State
@@ -67,7 +74,7 @@ def gather(root: Path) -> Sources:
         report=report,
         bounds=json.loads((recorded / "bounds.json").read_text()),
         explanations=json.loads((recorded / "explanations.json").read_text()),
-        history=error_history(report),
+        history=history_table(device_ratios(report)),
         cases=read_cases(recorded / "public" / "training.json"),
     )
 
@@ -83,7 +90,7 @@ def render(sources: Sources) -> str:
         _groups(report),
         _nearly_full(report),
         _far_off(report, sources.explanations),
-        _history(sources.history),
+        _history(sources.history, report),
         _public(sources.cases),
     )
     return "\n".join([HEAD, *(line for part in parts for line in part)]) + "\n"
@@ -180,13 +187,20 @@ def _far_off(report: AccuracyReport, explanations: Mapping[str, str]) -> Iterato
         yield f"| `{row_id}` | {', '.join(errors)} | {explanations.get(row_id, '')} |"
 
 
-def _history(history: Mapping[str, Any]) -> Iterator[str]:
+def _history(history: Mapping[str, Any], report: AccuracyReport) -> Iterator[str]:
     yield "\n## What the intervals of verdicts rest on\n"
     yield (
         "Measured / predicted device bytes of earlier rows (docs/memory-model.md): the plan's own "
         "engine, stage and attention, else its engine. A plan with something that was never measured "
         "gets the extremes.\n"
     )
+    plans = device_ratios(report)
+    if plans:
+        share = inside_without_itself(plans) / len(plans)
+        yield (
+            f"Each row left out in turn, {share:.0%} of the rows lie inside the interval that the "
+            f"others give; {1 - 2 * TAIL:.0%} are meant to.\n"
+        )
     yield "| plans like | n | low | high |\n|---|--:|--:|--:|"
     groups = history["groups"]
     first = [name for name in (ALL, EXTREMES) if name in groups]

@@ -13,7 +13,7 @@ from planner.accuracy import (
     AccuracyReport,
     accuracy_report,
     breaches,
-    error_history,
+    device_ratios,
     summarize,
     unexplained,
 )
@@ -162,15 +162,16 @@ def test_a_row_far_off_needs_an_explanation(verdict: FixedPrediction) -> None:
     assert unexplained(report, {far.id: "the allocator was not replayed"}) == []
 
 
-def test_the_error_history_takes_device_bytes_else_reserved_bytes(verdict: FixedPrediction) -> None:
+def test_history_is_of_device_bytes_else_of_reserved_bytes(verdict: FixedPrediction) -> None:
     rows = [
         recorded({"reserved_bytes": 100, "device_bytes": 180}),
         recorded({"reserved_bytes": 96}),
         recorded({"reserved_bytes": 1, "device_bytes": 1}, role="calibration"),
     ]
-    groups = error_history(accuracy_report(rows))["groups"]
+    found = device_ratios(accuracy_report(rows))
     # 180 / 150 and 96 / 120.
-    assert groups["peakmark/2/sdpa"] == {"n": 2, "low": 0.8, "high": 1.2}
+    assert [ratio for _, ratio in found] == pytest.approx([1.2, 0.8])
+    assert found[0][0]["engine"] == "peakmark"
 
 
 @pytest.mark.parametrize(("world", "state"), [("nccl", "does_not_fit"), ("solo", "fits")])

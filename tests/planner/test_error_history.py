@@ -13,6 +13,7 @@ from planner import error_history
 from planner.error_history import (
     MEASURED_TRAITS,
     history_table,
+    inside_without_itself,
     interval_around,
     ratios_by_stage,
     ratios_for,
@@ -102,6 +103,17 @@ def test_bounds_by_stage_are_those_of_single_plans(history: dict[str, Any]) -> N
     singles = [ratios_for(_traits("peakmark", stage, "sdpa")) for stage in (3, 2)]
     assert np.array_equal(found[0], [single.low for single in singles if single])
     assert np.array_equal(found[1], [single.high for single in singles if single])
+
+
+def test_each_ratio_is_held_to_the_bounds_of_the_others() -> None:
+    # The others' extremes, 0.9 to 1.0 and 1.0 to 1.1, miss the lowest and the highest of four.
+    plans = [(SDPA, ratio) for ratio in (0.9, 1.0, 1.05, 1.1)]
+    assert inside_without_itself(plans) == 2
+    # A lone plan of an architecture is unlike the others: nothing but their extremes is known.
+    odd = _traits("peakmark", 3, "sdpa", architecture="new")
+    # 1.2 widens what the highest of the four is held to, and lies outside itself.
+    assert inside_without_itself([*plans, (odd, 1.2)]) == 3
+    assert inside_without_itself([*plans, (odd, 1.02)]) == 3
 
 
 def test_no_history_gives_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
