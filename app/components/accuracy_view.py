@@ -21,8 +21,14 @@ GROUP_LABELS = (
     "attention",
     "checkpointing",
     "precision",
+    "optimizer",
+    "loss",
+    "accumulation",
+    "LoRA",
+    "variant",
     "world",
     "gpu",
+    "GPU filled",
 )
 STATISTICS: Mapping[str, str] = {
     "mean_percent": "signed mean %",
@@ -42,6 +48,7 @@ def show_accuracy_page() -> None:
             _say_that_there_is_nothing(report["rows"])
             return
         _quantities(report)
+        _verdicts(report["verdicts"])
         _strips(report)
 
 
@@ -98,6 +105,17 @@ def _quantities(report: Mapping[str, Any]) -> None:
 def _statistics(found: Mapping[str, Any]) -> dict[str, Any]:
     named = {label: round(found[key], 2) for key, label in STATISTICS.items()}
     return {"n": found["n"], **named}
+
+
+def _verdicts(confusion: Mapping[str, Mapping[str, int]]) -> None:
+    """Draw today's verdicts beside how the runs ended."""
+    st.markdown("**Verdicts**")
+    st.caption("Tight says that the GPU's memory lies inside the interval: either may happen.")
+    rows = [
+        {"verdict": words(state), "ran": ends["done"], "ran out of memory": ends["oom_device"]}
+        for state, ends in confusion.items()
+    ]
+    show_table(rows, key="verdicts")
 
 
 def _strips(report: Mapping[str, Any]) -> None:
