@@ -15,7 +15,7 @@ from planner.memory.groups import Place
 from planner.memory.ledger import Entry
 from planner.memory.states import Parts
 from planner.model import ModelSpec
-from planner.workload import Parallelism
+from planner.workload import Parallelism, Precision, TrainingWorkload
 
 _DTYPES = {2: "bfloat16", 4: "float32"}
 
@@ -46,11 +46,12 @@ class Beside:
 
     def parts(self, place: Place) -> Parts:
         """Bytes by part at a place of the step."""
-        buffers_bytes: Any = 0
-        for buffer in self._buffers(place):
-            buffers_bytes = buffers_bytes + buffer.tokens * buffer.width * self.itemsize
-        temporary_bytes = self.others.get("temporary", 0) + buffers_bytes
+        temporary_bytes = self.others.get("temporary", 0) + sum(self.buffers_bytes(place))
         return {**self.others, "temporary": temporary_bytes}
+
+    def buffers_bytes(self, place: Place) -> list[Any]:
+        """Bytes of each buffer alive at a place of the step."""
+        return [buffer.tokens * buffer.width * self.itemsize for buffer in self._buffers(place)]
 
     def entries(self, place: Place) -> tuple[Entry, ...]:
         """The same as rows of the ledger (no arrays)."""
@@ -113,3 +114,22 @@ class Beside:
         routed = self.tokens * self.spec.experts_per_token
         for name in ("tokens sent to experts", "tokens received by experts"):
             yield Buffer(name, routed, self.spec.hidden_size)
+
+
+def one_stage_beside(
+    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism
+) -> Beside:
+    """What is beside a GPU's part of a model that no pipeline splits; `workload` is the GPU's own."""
+    return Beside(
+        spec=spec,
+        parallelism=parallelism,
+        itemsize=compute_itemsize(workload.precision),
+        tokens=workload.micro_batch * workload.sequence_length,
+        num_others=0,
+        others={},
+    )
+
+
+def compute_itemsize(precision: Precision) -> int:
+    """Bytes of an element as the collectives inside a model carry it."""
+    return 4 if precision is Precision.FP32 else 2

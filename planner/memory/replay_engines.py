@@ -6,13 +6,16 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from planner.hardware import Gpu
+from planner.memory.beside import one_stage_beside
 from planner.memory.overheads import workspace_bytes
 from planner.memory.replay import EngineReplay, Memory, ModelReplay, Replayed, replay
+from planner.memory.replay_beside import BufferedEngine
 from planner.memory.replay_ddp import DdpReplay
 from planner.memory.replay_fsdp2 import Fsdp2Replay
 from planner.memory.replay_peakmark import PeakmarkReplay
 from planner.memory.templates import load_steps
 from planner.model import ModelSpec
+from planner.rank import RankSpec
 from planner.workload import Engine, Loss, Parallelism, Precision, TrainingWorkload
 
 _REPLAYS: dict[Engine, Callable[..., EngineReplay]] = {
@@ -37,7 +40,14 @@ def replay_training(
     Raises ReplayedOutOfMemoryError where segments do not fit in `capacity_bytes`.
     """
     memory = Memory(capacity_bytes, workload.expandable_segments)
-    model, engine = build_replay(spec, workload, parallelism, key, hardware, memory)
+    plan = spec, workload, parallelism, key, hardware, memory
+    if not isinstance(spec, RankSpec):
+        model, engine = build_replay(*plan)
+    else:
+        buffers = one_stage_beside(spec, workload, parallelism)
+        model, engine = build_replay(
+            *plan, watch=lambda engine: BufferedEngine(engine, memory, buffers)
+        )
     return replay(model, engine, memory, workload.grad_accumulation)
 
 

@@ -9,6 +9,7 @@ from planner.memory.replay_base import EngineBase
 from planner.memory.sections import FLAT_GROUPS
 from planner.memory.states import Precisions
 from planner.model import ModelSpec
+from planner.rank import with_all_experts
 from planner.workload import Engine, Parallelism, TrainingWorkload
 
 _FP32_BYTES = 4
@@ -29,8 +30,8 @@ class PeakmarkReplay(EngineBase):
         self._stage = parallelism.zero_stage
         self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK)
         ranks = parallelism.world_size
-        self._shard = group_numels(spec).map(lambda numel: -(-numel // ranks))
-        self._whole = self._shard.map(lambda shard: shard * ranks)
+        self._shard = group_numels(with_all_experts(spec)).map(lambda numel: -(-numel // ranks))
+        self._whole = group_numels(spec).map(lambda numel: -(-numel // ranks) * ranks)
         layers = [("layer", index) for index in range(spec.num_layers)]
         self._groups = [("embedding", 0), *layers, ("head", 0)]
         stepped = self._whole if self._stage == 0 else self._shard

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from planner.hardware import Gpu
 from planner.memory import ledger
-from planner.memory.beside import Beside
+from planner.memory.beside import Beside, compute_itemsize, one_stage_beside
 from planner.memory.overheads import TYPICAL_SEGMENT_SHARE
 from planner.memory.parallel import (
     group_size,
@@ -31,7 +31,7 @@ from planner.memory.training import (
 from planner.model import ModelSpec
 from planner.rank import RankSpec
 from planner.units import format_bytes
-from planner.workload import Parallelism, Precision, TrainingWorkload
+from planner.workload import Parallelism, TrainingWorkload
 
 NOT_PROVEN = (
     "Planned, not proven: no run of ours has split a model over GPUs, so nothing measured stands "
@@ -118,8 +118,8 @@ def step_memory(
 ) -> StepMemory:
     """Predict a step of every pipeline stage; see `training_memory`.
 
-    The allocator is replayed unless more than tensor parallelism splits the model: then a step has
-    other tensors than were traced, and segments are a share of the allocated peak.
+    The allocator is replayed unless a pipeline splits the model: then a step has other sections
+    than were traced, and segments are a share of the allocated peak.
     """
     parts = stage_specs(spec, parallelism)
     flying = tuple(in_flight(workload, parallelism, stage) for stage in range(len(parts)))
@@ -127,12 +127,11 @@ def step_memory(
 
     def one_stage(part: ModelSpec, count: int) -> TrainingMemory:
         own = rank_workload(workload, parallelism)
-        if is_replayed(parallelism):
+        if not is_split(parallelism):
             return training_memory(part, own, parallelism, hardware, segment_share)
         key = template_key(part, own, own.sequence_length)
         beside = _beside(part, own, parallelism, count)(key, own.micro_batch, own.sequence_length)
-        share = TYPICAL_SEGMENT_SHARE if segment_share is None else segment_share
-        return training_memory(part, own, parallelism, hardware, share, beside)
+        return training_memory(part, own, parallelism, hardware, segment_share, beside)
 
     for pair in zip(parts, flying, strict=True):
         if pair not in found:
@@ -146,13 +145,6 @@ def step_memory(
     return replace(balanced, unbalanced=one_stage(crowded, flying[worst]))
 
 
-def is_replayed(parallelism: Parallelism) -> bool:
-    """Whether a GPU's step has the traced tensors and no others, if smaller ones."""
-    return not parallelism.sequence_parallel and not is_split(
-        replace(parallelism, tensor_parallel=1)
-    )
-
-
 def step_segment_share(
     spec: ModelSpec,
     workload: TrainingWorkload,
@@ -160,10 +152,12 @@ def step_segment_share(
     hardware: Gpu | None = None,
 ) -> float:
     """What a plan reserves beyond the formulas' allocated peak, as a share of that peak."""
-    if not is_replayed(parallelism):
+    if parallelism.pipeline_parallel > 1:
         return TYPICAL_SEGMENT_SHARE
     (part,) = stage_specs(spec, parallelism)
-    return plan_segment_share(part, workload, parallelism, hardware)
+    own = rank_workload(workload, parallelism)
+    beside = one_stage_beside(part, own, parallelism) if is_split(parallelism) else None
+    return plan_segment_share(part, own, parallelism, hardware, beside)
 
 
 def step_grid(
@@ -192,7 +186,7 @@ def step_grid(
             hardware,
             segment_share,
             gpus_per_rank=group_size(parallelism),
-            beside_at=None if is_replayed(parallelism) else _beside(part, own, parallelism, flying),
+            beside_at=_beside(part, own, parallelism, flying) if is_split(parallelism) else None,
         )
         worst = {name: np.maximum(worst.get(name, 0), values) for name, values in found.items()}
     return worst
@@ -208,7 +202,7 @@ def _beside(
         return Beside(
             spec=part,
             parallelism=parallelism,
-            itemsize=4 if workload.precision is Precision.FP32 else 2,
+            itemsize=compute_itemsize(workload.precision),
             tokens=micro_batch * sequence_length,
             num_others=flying - 1,
             others={name: (flying - 1) * size for name, size in kept.items()},

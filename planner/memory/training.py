@@ -193,7 +193,8 @@ def training_memory(
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
     gpus = parallelism.world_size * group_size(parallelism)
     outside = outside_bytes(workload, parallelism.engine, gpus, hardware)
-    replays = beside is None and spec.num_layers >= MIN_REPLAYED_LAYERS
+    whole = parallelism.pipeline_parallel == 1
+    replays = whole and spec.num_layers >= MIN_REPLAYED_LAYERS
     if segment_share is None and replays:
         replayed = _replay(spec, workload, parallelism, key, hardware, outside)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
@@ -255,13 +256,15 @@ def plan_segment_share(
     workload: TrainingWorkload,
     parallelism: Parallelism,
     hardware: Gpu | None = None,
+    beside: Beside | None = None,
 ) -> float:
     """What a plan's replay reserves beyond the formulas' allocated peak, as a share of that peak.
 
     With it, `training_grid` reserves for the plan itself what its replay does.
     """
-    replayed = training_memory(spec, workload, parallelism, hardware)
-    formulas = training_memory(spec, workload, parallelism, hardware, TYPICAL_SEGMENT_SHARE)
+    plan = (spec, workload, parallelism, hardware)
+    replayed = training_memory(*plan, beside=beside)
+    formulas = training_memory(*plan, TYPICAL_SEGMENT_SHARE, beside)
     return float(replayed.overheads.reserved_bytes / formulas.allocated_bytes - 1)
 
 

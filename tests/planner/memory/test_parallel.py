@@ -257,6 +257,23 @@ def test_the_ledger_and_the_components_sum_to_the_peak(sizes: dict[str, Any], st
     assert max(row["allocated_bytes"] for row in memory["phases"]) == total
 
 
+@pytest.mark.parametrize("sizes", [sizes for sizes in SPLITS if "pipeline_parallel" not in sizes])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_replay_holds_what_the_formulas_sum(sizes: dict[str, Any], stage: int) -> None:
+    # Blocks are whole 512 B and may keep a remainder of up to 1 MiB; else both are independent.
+    workload = TrainingWorkload(micro_batch=2)
+    plan = LLAMA, workload, Parallelism(zero_stage=stage, world_size=2, **sizes)
+    replayed, summed = step_memory(*plan).worst, step_memory(*plan, segment_share=0.1).worst
+    assert replayed.allocated_bytes == pytest.approx(summed.allocated_bytes, rel=0.01)
+    assert replayed.overheads.reserved_bytes > replayed.allocated_bytes
+
+
+def test_split_experts_are_replayed_with_their_own_shards() -> None:
+    plan = MIXTRAL, TrainingWorkload(), Parallelism(zero_stage=1, world_size=8, expert_parallel=4)
+    replayed, summed = step_memory(*plan).worst, step_memory(*plan, segment_share=0.1).worst
+    assert replayed.allocated_bytes == pytest.approx(summed.allocated_bytes, rel=1e-4)
+
+
 @pytest.mark.parametrize("sizes", SPLITS)
 def test_a_grid_says_what_single_plans_say(sizes: dict[str, Any]) -> None:
     workload = TrainingWorkload(grad_accumulation=3)
