@@ -46,9 +46,13 @@ def device_used_bytes(device: torch.device) -> int:
 
 
 def allocator_counters(device: torch.device) -> dict[str, int]:
-    """Return the caching allocator's peaks since their last reset, and its failures."""
+    """Return the caching allocator's peaks since their last reset, and its failures.
+
+    After a retry segments were given back: the reserved bytes at the end are below their peak.
+    """
     statistics_ = torch.cuda.memory_stats(device)
     return {
+        "end_reserved_bytes": statistics_["reserved_bytes.all.current"],
         "peak_active_bytes": statistics_["active_bytes.all.peak"],
         "num_alloc_retries": statistics_["num_alloc_retries"],
         "num_ooms": statistics_["num_ooms"],
