@@ -34,7 +34,7 @@ from planner.rank import RankSpec
 Floats = npt.NDArray[np.float64]
 
 # Families of which every model has its key-value heads in the same proportion to its query heads.
-ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon")
+ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon", "deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,17 @@ def attention_variant(spec: ModelSpec, attention: str, compute: str, sequence_le
     return variant
 
 
+def layout_suffix(spec: ModelSpec, micro_batch: int) -> str:
+    """What a traced attention variant's name ends in for the layouts of single families.
+
+    Falcon's one key-value head serves all heads: expanding it copies, except for a batch of one
+    row. DeepSeek's small models project queries in one step.
+    """
+    if spec.family == "falcon" and micro_batch == 1:
+        return "_single"
+    return "_direct" if spec.latent is not None and spec.latent.q_rank is None else ""
+
+
 @lru_cache(maxsize=512)
 def load_steps(family: str, key: str, gradients: str) -> Steps:
     """The traced rows of one template; `gradients` is "kept" or "added" (see `runners.trace`)."""
@@ -188,6 +199,7 @@ def monomial_values(
         **_latent_sizes(spec),
         "batch": micro_batch,
         "seq": sequence_length,
+        "half_seq_and_one": (sequence_length + 1) / 2,
         "kv_heads": spec.num_kv_heads,
         "group": spec.num_heads / spec.num_kv_heads,
         "group_plus_2": spec.num_heads / spec.num_kv_heads + 2,

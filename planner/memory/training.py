@@ -29,7 +29,7 @@ from planner.memory.replay import Replayed
 from planner.memory.replay_engines import replay_training
 from planner.memory.sections import COMPONENTS
 from planner.memory.states import PeakmarkStates
-from planner.memory.templates import attention_variant, load_moments
+from planner.memory.templates import attention_variant, layout_suffix, load_moments
 from planner.memory.timeline import (
     PHASES,
     EngineStates,
@@ -124,6 +124,7 @@ def template_key(spec: ModelSpec, workload: TrainingWorkload, sequence_length: i
     mixed = workload.precision is Precision.MIXED
     compute = "bf16" if mixed else str(workload.precision)
     attention = attention_variant(spec, str(workload.attention), compute, sequence_length)
+    attention += layout_suffix(spec, workload.micro_batch)
     loss = () if workload.loss is Loss.HF else (str(workload.loss),)
     return "/".join((attention, compute, str(workload.checkpointing), *loss))
 

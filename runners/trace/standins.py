@@ -71,10 +71,12 @@ def _math_attention(
     mask: torch.Tensor | None,
     is_causal: bool,
     scale: float,
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """SDPA's fallback, as it runs on plain tensors (attention.cpp, _scaled_dot_product_attention_math).
 
     The operation itself would add the mask out of place, since fake tensors are a subclass.
+    Without `enable_gqa` the products broadcast a single key-value head.
     """
     dtype, groups = query.dtype, query.shape[1] // key.shape[1]
     query, key, value = query.float(), key.float(), value.float()
@@ -83,7 +85,7 @@ def _math_attention(
         keep = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
         mask = torch.empty_like(keep, dtype=torch.float32)
         del keep
-    if groups > 1:
+    if groups > 1 and enable_gqa:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scores = torch.matmul(query, key.transpose(-2, -1) * scale**0.5)
     if mask is not None:
@@ -115,7 +117,7 @@ def fused_sdpa(
     if is_grouped and (query.dtype == torch.float32 or not enable_gqa):
         scale = kwargs.get("scale") or query.shape[-1] ** -0.5
         is_causal = bool(kwargs.get("is_causal"))
-        return _math_attention(query, key, value, attn_mask, is_causal, scale)
+        return _math_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return _fused_attention(query, key, value, attn_mask, like_query=True)
 
 

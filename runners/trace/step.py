@@ -35,7 +35,7 @@ def trace_step(variant: Variant, gradients_exist: bool) -> list[Event]:
     tape = Tape()
     with fake:
         _prepare_parameters(model, tape, gradients_exist)
-        tokens = torch.zeros(PRIMES["batch"], PRIMES["seq"], dtype=torch.long)
+        tokens = torch.zeros(variant.batch, PRIMES["seq"], dtype=torch.long)
         tape.ignore(tokens)
         _watch_sections(model, tape)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=variant.compute == "autocast")

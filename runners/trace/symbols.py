@@ -12,7 +12,9 @@ from collections.abc import Mapping
 # `hidden` is a multiple of the heads in several families, so it is its own prime times the heads.
 PRIMES: Mapping[str, int] = {
     "batch": 13,
-    "seq": 8191,
+    "seq": 8221,
+    # Attention sinks add a column to the scores: half of the sequence and one, a prime as well.
+    "half_seq_and_one": 4111,
     "kv_heads": 11,
     "group": 17,
     "group_plus_2": 19,  # phi3 fuses Q, K and V into one projection of (group + 2) * kv_heads heads

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from planner.memory.templates import ONE_GROUPING
 from runners.trace.standins import TRITON_NAME
+from runners.trace.symbols import PRIMES
 
 FAMILIES = (
     "llama",
@@ -15,15 +16,19 @@ FAMILIES = (
     "phi3",
     "olmo2",
     "gemma2",
+    "gemma3_text",
     "gpt2",
     "gpt_neox",
     "opt",
     "falcon",
     "mixtral",
     "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 OTHER_LOSSES = ("chunked", "fused_linear")
-WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
+WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class Variant:
 
     family: str
     attention: str  # eager, sdpa or triton; "_masked": a sliding window; "_mha": no grouped heads
+    # "_single": a batch of one row; "_direct": queries of latent attention projected in one step
     compute: str  # bf16, fp32 or autocast
     checkpointing: str  # none or full
     loss: str = "hf"  # or chunked, fused_linear
@@ -48,6 +54,11 @@ class Variant:
         return "_masked" in self.attention
 
     @property
+    def batch(self) -> int:
+        """Rows of the traced batch; where one head serves all, one row needs no copies of it."""
+        return 1 if "_single" in self.attention else PRIMES["batch"]
+
+    @property
     def implementation(self) -> str:
         """The name transformers knows the attention by."""
         kernel = self.attention.split("_")[0]
@@ -60,7 +71,11 @@ def variants(family: str) -> list[Variant]:
     if family == "gemma2":  # transformers offers it eager attention only (logit softcap)
         attentions = ["eager", "eager_mha"]
     elif family == "falcon":  # it takes no attention function from outside
-        attentions = ["eager", "sdpa"]
+        attentions = ["eager", "sdpa", "eager_single", "sdpa_single"]
+    elif family == "gpt_oss":  # attention sinks
+        attentions = ["eager"]
+    elif family in ("deepseek_v2", "deepseek_v3"):  # keys and values of two sizes
+        attentions = ["eager", "sdpa", "eager_direct", "sdpa_direct"]
     elif family not in ONE_GROUPING:
         attentions.append("eager_mha")
     if family in WINDOWED:
