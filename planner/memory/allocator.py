@@ -27,18 +27,22 @@ LARGE_SEGMENT_BYTES = 20 * MIB_BYTES
 SEGMENT_STEP_BYTES = 2 * MIB_BYTES
 _CHUNK_BYTES = 32 * MIB_BYTES
 _TOP_ADDRESS = 1 << 47
-# Below any address, those of plans larger than all addresses included.
-_ANY_ADDRESS = -(1 << 80)
 
 
 class ReplayedOutOfMemoryError(Exception):
     """A segment that the capacity has no room for, even with all cached segments given back."""
 
 
+# Free blocks of one stream and pool: size, address, block; smallest first, then lowest.
+FreeBlocks = list[tuple[int, int, "Block"]]
+
+
 class Block:
+    """Consecutive bytes of a segment, with a tensor or free."""
+
     __slots__ = ("address", "following", "is_free", "pool", "preceding", "size_bytes")
 
-    def __init__(self, address: int, size_bytes: int, pool: list[tuple[int, int]]) -> None:
+    def __init__(self, address: int, size_bytes: int, pool: FreeBlocks) -> None:
         self.address = address
         self.size_bytes = size_bytes
         self.pool = pool
@@ -57,8 +61,8 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
         self.num_retries = 0
         self._capacity_bytes = capacity_bytes
-        self._pools: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        self._free: dict[int, Block] = {}
+        self._small_pools: dict[int, FreeBlocks] = {}
+        self._large_pools: dict[int, FreeBlocks] = {}
         self._next_address = _TOP_ADDRESS
         self._chunk_ends: list[tuple[int, int]] = []
 
@@ -67,13 +71,19 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.allocated_bytes
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
-        """Give a block of at least `size_bytes` (positive) on `stream`."""
+        """Give a block of at least `size_bytes` (positive) on `stream`.
+
+        Written out, for a step asks thousands of times.
+        """
         size = -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
         is_small = size <= SMALL_REQUEST_BYTES
-        pool = self._pools.setdefault((stream, is_small), [])
-        index = bisect_left(pool, (size, _ANY_ADDRESS))
+        pools = self._small_pools if is_small else self._large_pools
+        pool = pools.get(stream)
+        if pool is None:
+            pool = pools[stream] = []
+        index = bisect_left(pool, (size,))
         if index < len(pool):
-            block = self._free.pop(pool.pop(index)[1])
+            block = pool.pop(index)[2]
             block.is_free = False
         else:
             block = self._new_segment(size, is_small, pool)
@@ -98,7 +108,7 @@ class CachingAllocator:
             block = before
         self._give(block)
 
-    def _new_segment(self, size: int, is_small: bool, pool: list[tuple[int, int]]) -> Block:
+    def _new_segment(self, size: int, is_small: bool, pool: FreeBlocks) -> Block:
         if is_small:
             segment = SMALL_SEGMENT_BYTES
         elif size < LARGE_REQUEST_BYTES:
@@ -118,7 +128,8 @@ class CachingAllocator:
         return self._capacity_bytes is None or self.reserved_bytes + segment <= self._capacity_bytes
 
     def _give_back_segments(self) -> None:
-        for block in list(self._free.values()):
+        pools = (*self._small_pools.values(), *self._large_pools.values())
+        for block in [entry[2] for pool in pools for entry in pool]:
             if block.preceding is None and block.following is None:
                 self._take(block)
                 self.reserved_bytes -= block.size_bytes
@@ -148,13 +159,12 @@ class CachingAllocator:
 
     def _give(self, block: Block) -> None:
         block.is_free = True
-        self._free[block.address] = block
-        insort(block.pool, (block.size_bytes, block.address))
+        insort(block.pool, (block.size_bytes, block.address, block))
 
     def _take(self, block: Block) -> None:
         block.is_free = False
-        del self._free[block.address]
-        del block.pool[bisect_left(block.pool, (block.size_bytes, block.address))]
+        pool = block.pool
+        del pool[bisect_left(pool, (block.size_bytes, block.address))]
 
     @staticmethod
     def _join(block: Block, after: Block) -> None:

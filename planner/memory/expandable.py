@@ -21,6 +21,7 @@ from planner.memory.allocator import (
     SMALL_SEGMENT_BYTES,
     Block,
     CachingAllocator,
+    FreeBlocks,
     ReplayedOutOfMemoryError,
 )
 
@@ -39,7 +40,7 @@ class _Range:
     """The blocks of one stream and pool: free ones by size, holes by address."""
 
     granule_bytes: int
-    free: list[tuple[int, int]] = field(default_factory=list)
+    free: FreeBlocks = field(default_factory=list)
     holes: dict[int, _Hole] = field(default_factory=dict)
 
 
@@ -78,19 +79,14 @@ class ExpandableAllocator(CachingAllocator):
 
     def _best_fit(self, place: _Range, size: int) -> Block | None:
         free = place.free
-        index = bisect_left(free, (size, -1))
+        index = bisect_left(free, (size,))
         if index == len(free):
             return None
-        while index + 1 < len(free) and self._reach(free[index + 1]) < self._reach(free[index]):
+        while index + 1 < len(free) and _reach(free[index + 1][2]) < _reach(free[index][2]):
             index += 1
-        block = self._free[free[index][1]]
-        self._take(block)
+        block = free.pop(index)[2]
+        block.is_free = False
         return block
-
-    def _reach(self, entry: tuple[int, int]) -> int:
-        """How large a free block can become without moving."""
-        following = self._free[entry[1]].following
-        return entry[0] + (following.size_bytes if isinstance(following, _Hole) else 0)
 
     def _map(self, place: _Range, size: int) -> Block | None:
         """Map memory for a block at the lowest addresses that have room; None where it is short."""
@@ -152,7 +148,7 @@ class ExpandableAllocator(CachingAllocator):
 
     def _unmap_all(self) -> None:
         for place in self._ranges.values():
-            for block in [self._free[address] for _, address in place.free]:
+            for block in [entry[2] for entry in place.free]:
                 self._unmap(place, block)
 
     def _unmap(self, place: _Range, block: Block) -> None:
@@ -177,6 +173,12 @@ class ExpandableAllocator(CachingAllocator):
                 self._give(piece)
         place.holes[hole.address] = hole
         _merge_holes(place, hole)
+
+
+def _reach(block: Block) -> int:
+    """How large a free block can become without moving."""
+    following = block.following
+    return block.size_bytes + (following.size_bytes if isinstance(following, _Hole) else 0)
 
 
 def _link(left: Block | None, right: Block | None) -> None:

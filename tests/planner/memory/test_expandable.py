@@ -151,7 +151,7 @@ def test_a_random_history_keeps_its_books() -> None:
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         total = sum(block.size_bytes for block in held)
         assert total == allocator.allocated_bytes <= allocator.reserved_bytes
-        free = sum(size for place in allocator._ranges.values() for size, _ in place.free)
+        free = sum(entry[0] for place in allocator._ranges.values() for entry in place.free)
         assert allocator.reserved_bytes == total + free
     for block in held:
         allocator.release(block)
