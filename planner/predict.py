@@ -13,7 +13,7 @@ from planner.families import parameter_shapes
 from planner.memory.overheads import outside_bytes
 from planner.memory.parallel import is_split
 from planner.memory.stages import step_memory
-from planner.memory.training import attention_notes
+from planner.memory.training import attention_notes, routing_notes
 from planner.model import ModelSpec
 from planner.plan import Plan
 from planner.serving import serving_memory
@@ -113,6 +113,7 @@ def _predict_training(
             *plan.model.flags,
             *_length_notes(plan.model, workload.sequence_length),
             *attention_notes(plan.model, workload),
+            *routing_notes(plan.model),
             *step.notes(),
             *speed.notes,
             SPEED_IS_A_BOUND,

@@ -137,6 +137,11 @@ def attention_notes(spec: ModelSpec, workload: TrainingWorkload) -> tuple[str, .
             f"From {spec.sliding_window:,} tokens on the sliding window gives SDPA a mask: every "
             "layer keeps it (sequence squared) and copies keys and values to all query heads.",
         )
+    if spec.family == "falcon" and variant.startswith("sdpa"):
+        return (
+            "transformers' Falcon gives SDPA a mask and a single key-value head, for which no fused "
+            "kernel exists: every layer keeps the scores in fp32, twice what eager attention keeps.",
+        )
     grouped = spec.num_heads != spec.num_kv_heads
     if variant == "sdpa" and workload.precision is Precision.FP32 and grouped:
         return (
@@ -144,6 +149,16 @@ def attention_notes(spec: ModelSpec, workload: TrainingWorkload) -> tuple[str, .
             "scores, as eager attention does. The triton kernel does not.",
         )
     return ()
+
+
+def routing_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """Say what of a mixture of experts depends on how tokens are routed."""
+    if not spec.num_experts:
+        return ()
+    return (
+        f"Experts hold tokens x {spec.experts_per_token} rows however tokens are routed: an "
+        "unbalanced router costs time, not memory, unless experts are split over GPUs.",
+    )
 
 
 def _states(
