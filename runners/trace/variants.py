@@ -54,15 +54,15 @@ class Variant:
         return "_masked" in self.attention
 
     @property
-    def batch(self) -> int:
-        """Rows of the traced batch; where one head serves all, one row needs no copies of it."""
-        return 1 if "_single" in self.attention else PRIMES["batch"]
-
-    @property
     def implementation(self) -> str:
         """The name transformers knows the attention by."""
         kernel = self.attention.split("_")[0]
         return TRITON_NAME if kernel == "triton" else kernel
+
+    @property
+    def batch(self) -> int:
+        """Rows of the traced batch; where one head serves all, one row needs no copies of it."""
+        return 1 if "_single" in self.attention else PRIMES["batch"]
 
 
 def variants(family: str) -> list[Variant]:
