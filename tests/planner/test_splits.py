@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from planner.errors import PlanError
+from planner.plan import parse_plan
 from planner.presets import resolve_model
+from planner.search import grid
 from planner.splits import check_splits
 from planner.workload import Attention, Engine, Parallelism, Precision, TrainingWorkload
 
@@ -66,3 +68,26 @@ def test_one_sentence_says_what_cannot_be_split(
 )
 def test_what_divides_passes(name: str, parallelism: dict[str, Any]) -> None:
     check_splits(resolve_model(name), TrainingWorkload(), Parallelism(**parallelism))
+
+
+def test_a_serving_plan_splits_no_model() -> None:
+    plan = {
+        "job": "serve",
+        "model": {"preset": LLAMA},
+        "hardware": {"preset": "h200"},
+        "parallelism": {"tensor_parallel": 2},
+    }
+    with pytest.raises(PlanError, match=r"^parallelism.tensor_parallel is 2: a serving plan"):
+        parse_plan(plan)
+
+
+def test_a_grid_over_world_sizes_refuses_those_that_experts_do_not_divide() -> None:
+    plan = parse_plan(
+        {
+            "model": {"preset": MIXTRAL},
+            "hardware": {"preset": "h200"},
+            "parallelism": {"expert_parallel": 4, "world_size": 8},
+        }
+    )
+    with pytest.raises(PlanError, match="2 cannot be divided by it"):
+        grid(plan, world_sizes=(4, 2))
