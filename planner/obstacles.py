@@ -86,7 +86,6 @@ def _not_built(field: str, value: object, allowed: str) -> PlanError:
 _NOT_BUILT_FIELDS = frozenset(
     (
         "checkpoint_every",
-        "sync_each_micro_batch",
         "lora_rank",
         "lora_targets",
         "base_dtype",

@@ -15,6 +15,7 @@ def check_variants(workload: TrainingWorkload, parallelism: Parallelism) -> None
     """Raise PlanError where a variant does not work under the engine; the sentence says why."""
     _check_optimizer(workload.optimizer, parallelism)
     _check_loss(workload.loss, parallelism)
+    _check_sync(workload, parallelism)
 
 
 def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
@@ -40,6 +41,16 @@ def _check_loss(loss: Loss, parallelism: Parallelism) -> None:
             "splits; use hf."
         )
         raise PlanError("workload.loss", str(loss), "hf", sentence=sentence)
+
+
+def _check_sync(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    engine = parallelism.engine
+    if not workload.sync_each_micro_batch and engine not in (Engine.PEAKMARK, Engine.FSDP2):
+        sentence = (
+            "workload.sync_each_micro_batch is false: what accumulation without reduction keeps is "
+            f"not predicted for {engine}; use true, or engine peakmark or fsdp2."
+        )
+        raise PlanError("workload.sync_each_micro_batch", False, "true", sentence=sentence)
 
 
 def _refused(optimizer: Optimizer, reason: str) -> PlanError:

@@ -59,8 +59,6 @@ class Fsdp2States:
     With one rank there is no all-gather buffer, but the copy and the reduction remain.
     """
 
-    gradients = "kept"
-
     def __init__(
         self,
         spec: ModelSpec,
@@ -69,7 +67,9 @@ class Fsdp2States:
         stage: int,
         world_size: Any,
         accumulates: bool,
+        syncs: bool = True,
     ) -> None:
+        """`syncs`: gradients are reduced after every micro-batch, not only after the last."""
         sizes = Precisions.of(precision, Engine.FSDP2)
         self._precision = precision
         low = precision in (Precision.MIXED, Precision.BF16)
@@ -77,6 +77,11 @@ class Fsdp2States:
         self._stored, self._state_bytes = sizes.parameter, sizes.state
         self._layers = spec.num_layers
         self._reshards, self._accumulates = stage == 3, accumulates
+        self._keeps_whole = accumulates and not syncs
+        # Whole gradients wait in the dtype of the reduction, where that is another one in a tensor
+        # of their own; otherwise autograd adds to the parameter's.
+        self._casts = self._compute != self._stored
+        self.gradients = "added" if self._keeps_whole and not self._casts else "kept"
         shapes = group_shapes(spec)
         root = shapes["embedding"] + shapes["head"]
         self._numel = _Units.of(root, shapes["layers"], 1)
@@ -87,6 +92,10 @@ class Fsdp2States:
         # A gather buffer holds every rank's rows; with one rank it is skipped.
         is_alone = np.equal(world_size, 1)
         self._gather = self._padded.map(lambda size: np.where(is_alone, 0, size))
+        # One rank has no loop over the gradients of a unit, whose variable holds the last.
+        self._last = _Units.of(root[-1:], [rows[-1:] for rows in shapes["layers"]], 1).map(
+            lambda size: np.where(is_alone, 0, size)
+        )
         self._optimizer = optimizer
         # Every kind of layer twice: what one parameter's step leaves meets the next one's.
         kinds = [rows for rows in dict.fromkeys(shapes["layers"]) for _ in range(2)]
@@ -124,7 +133,8 @@ class Fsdp2States:
     def _gathered(self, place: Place) -> Any:
         root, buffers = self._numel.root, self._gather.layers
         if place.section == "embed":
-            return root + self._gather.root
+            # Freed only once the first layer is gathered.
+            return root + self._gather.root + buffers[0]
         if not place.in_backward:
             layer = place.layer if place.in_layer else self._layers - 1
             return root + self._forward_copies(place) + buffers[layer]
@@ -145,19 +155,22 @@ class Fsdp2States:
 
     def _gradients(self, place: Place) -> Any:
         shards: Any = 0
-        if self._accumulates:
+        if self._keeps_whole:
+            shards = self._numel.total()
+        elif self._accumulates:
             shards = self.shard.total()
         elif place.in_backward:
             shards = self.shard.layers.total(first_finished(place, self._layers))
         after_loss = place.in_backward and place.section != "loss_backward"
+        after_loss = after_loss and self.gradients == "kept"
         root = after_loss * (self._numel.root - self._embedding_numel)
         tied = tied_shares(place, self._precision) * self._tied_numel
         return shards * self._stored + (root + tied) * self._compute
 
     def _last_reduction(self, place: Place) -> Any:
         before = first_finished(place, self._layers)
-        if not place.in_backward or before >= self._layers:
-            return 0
+        if self._keeps_whole or not place.in_backward or before >= self._layers:
+            return 0  # without a reduction each time, the last one frees more than its input takes
         return self._padded.layers[before] * self._stored
 
     def flat(self, place: Place) -> tuple[Any, ...]:
@@ -169,12 +182,16 @@ class Fsdp2States:
         if not place.in_backward or place.section == "loss_backward":
             return {}
         is_root = place.section == "embed_backward"
+        if is_root and self._keeps_whole:
+            return {}
         numel, shard, padded = (
             units.root if is_root else units.layers[place.layer]
             for units in (self._numel, self.shard, self._padded)
         )
-        # The gradients are freed once copied into the input; only then the output appears.
-        freed = numel * self._compute
+        # The gradients are freed once copied into the input, but for the last parameter's (see
+        # `replay_fsdp2`); only then the output appears.
+        last = self._last.root if is_root else self._last.layers[place.layer]
+        freed = (numel - last) * self._compute
         output = np.maximum(shard * self._stored - freed, 0)
         parts: Parts = {
             "temporary": padded * self._stored + output - self._last_reduction(place),

@@ -27,7 +27,9 @@ from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
 NUM_STEPS = 3
-MAX_MICRO_BATCHES = 2  # a third finds what the second found
+# A third micro-batch finds what the second found. Where only the last one reduces, one is needed
+# between the first, which begins the gradients, and the last.
+MAX_MICRO_BATCHES, MAX_UNREDUCED_MICRO_BATCHES = 2, 3
 _GRADIENTS = COMPONENTS.index("gradients")
 Blocks = list[Any]
 
@@ -60,8 +62,14 @@ class Memory:
 class EngineReplay(Protocol):
     """An engine's own allocations around the sections of a step."""
 
+    reduces_each: bool
+    """Whether gradients are reduced after every micro-batch."""
+
     def start(self) -> None:
         """Build: parameters and what stays."""
+
+    def start_micro_batch(self, is_last: bool) -> None:
+        """Say whether the micro-batch that begins is the step's last."""
 
     def before(self, section: str, layer: int) -> None:
         """Gather what the section needs."""
@@ -103,15 +111,17 @@ class ModelReplay:
         micro_batch: int,
         sequence_length: int,
         sums_in_place: bool,
+        later_steps: Steps | None = None,
     ) -> None:
+        """`later_steps`: of micro-batches that find gradients where the first found none."""
         self._num_layers, self._engine = spec.num_layers, engine
         self._sums_in_place = sums_in_place
         self._allocator = memory.allocator
         values = monomial_values(spec, steps.monomials, micro_batch, sequence_length)
         sizes = [round(value * 2) for value in values.tolist()]  # halves: head_dim may be odd
-        self._rows = {
-            name: [_sized(row, sizes) for row in rows] for name, rows in steps.rows.items()
-        }
+        self._first_rows = _sized_rows(steps, sizes)
+        self._later_rows = _sized_rows(later_steps, sizes) if later_steps else self._first_rows
+        self._rows = self._first_rows
         # Autograd holds the head's share of a tied weight until the embedding's has been added.
         self._tied_row = (
             _weight_gradient(steps, "loss_backward") if spec.tie_word_embeddings else -1
@@ -122,8 +132,10 @@ class ModelReplay:
         self._blocks: dict[tuple[str, int], Blocks] = {}
         self._previous: Blocks = []
 
-    def micro_batch(self) -> None:
-        """Run forward and backward once."""
+    def micro_batch(self, is_first: bool, is_last: bool) -> None:
+        """Run forward and backward once, as the step's first or last micro-batch."""
+        self._rows = self._first_rows if is_first else self._later_rows
+        self._engine.start_micro_batch(is_last)
         last = self._num_layers - 1
         self._run("embed", 0)
         for layer in range(self._num_layers):
@@ -230,6 +242,10 @@ def _place(section: str) -> str:
     return "backward" if section.endswith("_backward") else "forward"
 
 
+def _sized_rows(steps: Steps, doubled_sizes: list[int]) -> dict[str, list[tuple[int, ...]]]:
+    return {name: [_sized(row, doubled_sizes) for row in rows] for name, rows in steps.rows.items()}
+
+
 def _sized(row: Sequence[int], doubled_sizes: list[int]) -> tuple[int, ...]:
     if len(row) == 3:
         return (row[0], row[1], doubled_sizes[row[1]] * row[2] // 2)
@@ -265,11 +281,12 @@ def replay(
 ) -> Replayed:
     """Build, then run NUM_STEPS steps; the peak is the last step's."""
     engine.start()
-    micro_batches = min(grad_accumulation, MAX_MICRO_BATCHES)
+    most = MAX_MICRO_BATCHES if engine.reduces_each else MAX_UNREDUCED_MICRO_BATCHES
+    micro_batches = min(grad_accumulation, most)
     for _ in range(NUM_STEPS):
         memory.allocator.reset_peak()
-        for _ in range(micro_batches):
-            model.micro_batch()
+        for index in range(micro_batches):
+            model.micro_batch(is_first=index == 0, is_last=index == micro_batches - 1)
         engine.optimizer_step()
     allocator = memory.allocator
     return Replayed(

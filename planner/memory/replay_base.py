@@ -29,6 +29,11 @@ class EngineBase:
         self._memory, self._workload = memory, workload
         self._num_layers, self._tied = spec.num_layers, spec.tie_word_embeddings
         self._workspace_bytes = workspaces_bytes // 2
+        self.reduces_each, self._reduces = workload.sync_each_micro_batch, True
+
+    def start_micro_batch(self, is_last: bool) -> None:
+        """Reduce gradients in this micro-batch, or leave them whole to the last."""
+        self._reduces = is_last or self.reduces_each
 
     def _take_tokens(self) -> None:
         tokens = self._workload.micro_batch * self._workload.sequence_length

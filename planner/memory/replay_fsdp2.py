@@ -39,6 +39,7 @@ class Fsdp2Replay(EngineBase):
         )
         self._embedding_parameters = len(shapes["embedding"])
         self._root_gradients: Blocks = []
+        self._whole: dict[tuple[str, int], Blocks] = {}
 
     def _units(self) -> list[tuple[str, int]]:
         return [*(("layer", index) for index in range(self._num_layers)), ("root", 0)]
@@ -55,6 +56,9 @@ class Fsdp2Replay(EngineBase):
         ordered = self._in_model_order()
         for unit, index in ordered:
             memory.take(("parameter", unit, index), self._shards(unit)[index] * self._stored)
+        if self._tied:  # the head's own, which the embedding's then becomes
+            memory.take("tied", self._shards(("root", 0))[0] * self._stored)
+            memory.give(("parameter", ("root", 0), 0))
         for unit, index in ordered:
             rows, columns = self._shapes(unit)[index]
             memory.take("whole", rows * columns * self._stored)
@@ -134,17 +138,57 @@ class Fsdp2Replay(EngineBase):
         elif "layer" in section and self._reshards:
             self._free_copy(("layer", layer))
 
+    def _keep_whole(self, unit: tuple[str, int], gradients: Sequence[Any]) -> Blocks:
+        """Add gradients to the whole ones that wait for the last micro-batch; the first begin them.
+
+        torch/distributed/fsdp/_fully_shard/_fsdp_param.py: in the reduction's dtype, if another.
+        """
+        blocks = [block for block in gradients if block is not None]
+        if unit in self._whole:
+            self._release(blocks)
+        elif self._compute != self._stored:
+            self._whole[unit] = []
+            for rows, columns in self._shapes(unit):
+                size_bytes = rows * columns * self._stored
+                self._whole[unit].append(self._memory.allocator.allocate(size_bytes))
+            self._release(blocks)
+        else:
+            self._whole[unit] = blocks
+        return self._whole[unit]
+
+    def _release(self, blocks: Blocks) -> None:
+        for block in blocks:
+            self._memory.allocator.release(block)
+
+    def _held_in_reduction(self, unit: tuple[str, int], blocks: Blocks) -> Blocks:
+        """The gradient of the unit's last parameter: a loop's variable keeps it to the end.
+
+        torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce, 2.11; it has no
+        such loop on one rank.
+        """
+        if self._ranks == 1 or not blocks:
+            return []
+        rows, columns = self._shapes(unit)[-1]
+        size_bytes = rows * columns * self._compute
+        return [min(blocks, key=lambda block: abs(block.size_bytes - size_bytes))]
+
     def _reduce(self, unit: tuple[str, int], gradients: Sequence[Any]) -> None:
         memory, shard_bytes = self._memory, sum(self._shards(unit)) * self._stored
+        if not self._reduces or unit in self._whole:
+            gradients = self._keep_whole(unit, gradients)
         self._free_copy(unit)
+        if not self._reduces:
+            return
+        self._whole.pop(unit, None)
         memory.give("reduced")
         memory.take("reduced", shard_bytes * self._ranks)
-        for block in gradients:
-            if block is not None:
-                memory.allocator.release(block)
+        blocks = [block for block in gradients if block is not None]
+        held = self._held_in_reduction(unit, blocks)
+        self._release([block for block in blocks if block not in held])
         kept = ("gradient", unit)
         memory.take(kept if not memory.holds(kept) else "added", shard_bytes, _REDUCE_STREAM)
         memory.give("added")
+        self._release(held)
 
     def optimizer_step(self) -> None:
         """Step all parameters at once (foreach, fused) or one by one, then free the gradients."""

@@ -74,7 +74,7 @@ class PeakmarkReplay(EngineBase):
         group = _finished_group(section, layer)
         if section == "loss_backward" and self._tied:
             self._take_gradient(group)  # the final norm's, after the tied weight's share
-        if self._stage >= 2:
+        if self._stage >= 2 and self._reduces:
             self._reduce(group)
         if self._stage == 3:
             self._memory.give(("whole", group))

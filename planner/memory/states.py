@@ -94,10 +94,14 @@ class PeakmarkStates:
         stage: int,
         world_size: Any,
         accumulates: bool,
+        syncs: bool = True,
     ) -> None:
+        """`syncs`: gradients are reduced after every micro-batch, not only after the last."""
         self._bytes = Precisions.of(precision, Engine.PEAKMARK)
         self._precision = precision
         self._stage, self._accumulates = stage, accumulates
+        # Stages 0 and 1 reduce after the last micro-batch anyway.
+        self._keeps_whole = accumulates and (stage < 2 or not syncs)
         self._layers = spec.num_layers
         self._embeds_once = len(group_shapes(spec)["embedding"]) == 1
         self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
@@ -136,7 +140,9 @@ class PeakmarkStates:
             "gathered": self._gathered(place) * self._bytes.parameter,
             "gradients": self._gradients(place) * self._bytes.gradient,
             # Autograd holds the head's share of a tied weight until the embedding's is there.
-            "temporary": tied_shares(place, self._precision) * self._tied_numel * self._bytes.gradient,
+            "temporary": tied_shares(place, self._precision)
+            * self._tied_numel
+            * self._bytes.gradient,
         }
 
     def _gathered(self, place: Place) -> Any:
@@ -151,6 +157,8 @@ class PeakmarkStates:
 
     def _gradients(self, place: Place) -> Any:
         sizes = self._gradient_numels
+        if self._keeps_whole:
+            return self.padded.total()
         if self._accumulates:
             return sizes.total()
         if not place.in_backward:
@@ -162,9 +170,9 @@ class PeakmarkStates:
     def flat(self, place: Place) -> tuple[Any, ...]:
         """Bytes of the flat gradient that begins in `place`, per entry of FLAT_GROUPS.
 
-        Stages 0 and 1 keep it over micro-batches; 2 and 3 make it anew for each.
+        It is kept over micro-batches, or made anew for each where each is reduced.
         """
-        if self._accumulates and self._stage < 2:
+        if self._keeps_whole:
             return (0, 0, 0)
         names = [name.removeprefix("flat_") for name in FLAT_GROUPS]
         sizes = [self.padded.of(name, place.layer) for name in names]
@@ -178,6 +186,8 @@ class PeakmarkStates:
         """What reducing the finished group adds at the end of a backward section, in bytes."""
         if self._stage < 2 or not place.in_backward:
             return {}
+        if self._keeps_whole and place.section != "loss_backward":
+            return {}  # by then the last micro-batch has freed more than this
         group = {"loss_backward": "head", "embed_backward": "embedding"}.get(place.section, "layer")
         return {"gradients": self.shard.of(group, place.layer) * self._bytes.gradient}
 

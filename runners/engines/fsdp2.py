@@ -27,8 +27,8 @@ class Fsdp2Engine:
     """Shards `model` with `fully_shard` over the default process group, which must exist.
 
     In `mixed` the sharded parameters are fp32, the computation bf16 and the reduction fp32. With
-    accumulation every micro-batch is reduced, as FSDP2 does by default. A model on the meta
-    device is drawn from `seed`; otherwise its values are kept, and must be equal on every rank.
+    accumulation every micro-batch is reduced, as FSDP2 does by default, or only the last: then
+    whole gradients are kept up to it, in the reduction's dtype. A model on the meta device is drawn from `seed`; otherwise its values are kept, and must be equal on every rank.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class Fsdp2Engine:
         device: torch.device,
         collectives: Collectives,
         seed: int = 0,
+        sync_each_micro_batch: bool = True,
     ) -> None:
         if stage not in (2, 3):
             raise ValueError(f"FSDP2 has no ZeRO stage {stage!r}: it shards like stage 2 or 3")
         self.stage = stage
         self.collectives = collectives
+        self._syncs_each = sync_each_micro_batch
         self.module = model
         if precision == "bf16":
             cast_parameters(model, torch.bfloat16)
@@ -55,7 +57,8 @@ class Fsdp2Engine:
         self._optimizer = build_optimizer(optimizer, model.parameters(), lr)
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
-        """Run the backward pass of `loss`; FSDP2's hooks reduce every micro-batch."""
+        """Run the backward pass of `loss`; FSDP2's hooks reduce when they are told to."""
+        self.module.set_requires_gradient_sync(last_micro_batch or self._syncs_each)  # type: ignore[operator]
         loss.backward()
 
     def step(self) -> None:

@@ -97,6 +97,7 @@ def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -
         device=world.device,
         collectives=world.collectives,
         seed=seed,
+        sync_each_micro_batch=workload.sync_each_micro_batch,
     )
 
 

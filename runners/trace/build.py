@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,11 @@ def write_family(family: str, folder: Path = FOLDER) -> Path:
     traced = {variant: build_template(variant) for variant in variants(family)}
     traced |= loss_templates(traced, build_template)
     templates = {variant.key: template for variant, template in traced.items()}
+    return write_templates(family, templates, folder)
+
+
+def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: Path) -> Path:
+    """Write a family's templates by key, each distinct section and monomial once."""
     path = folder / f"{family}.json"
     head = {
         "family": family,
@@ -75,6 +81,7 @@ def _compact(value: Any) -> str:
 
 def main(families: list[str]) -> None:
     """Write the named families, or all."""
+    gc.freeze()  # what is imported stays: tracing collects garbage twice a step
     for family in families or FAMILIES:
         path = write_family(family)
         print(f"{family}: {path.stat().st_size} bytes", flush=True)

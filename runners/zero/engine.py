@@ -29,7 +29,9 @@ class ZeroEngine:
 
     `model` may be on the meta device: its parameters are then drawn from `seed`, equal on every
     rank. Otherwise its values are kept, and must be equal on every rank. Call `backward` for
-    each micro-batch's loss (already divided by their number), then `step`.
+    each micro-batch's loss (already divided by their number), then `step`. With
+    `sync_each_micro_batch` False stages 2 and 3 keep whole gradients up to the last one, as stages
+    0 and 1 always do.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class ZeroEngine:
         device: torch.device,
         collectives: Collectives | None = None,
         seed: int = 0,
+        sync_each_micro_batch: bool = True,
     ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
         self.stage, self.module = stage, model
         self.collectives = collectives or LocalCollectives(rank=0, world_size=1)
+        self._syncs_each = sync_each_micro_batch
         self.groups = [
             FlatGroup(
                 members,
@@ -85,7 +89,7 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; reduce what the stage reduces in this micro-batch."""
-        self._reduces_now = last_micro_batch or self.stage >= 2
+        self._reduces_now = last_micro_batch or (self._syncs_each and self.stage >= 2)
         # Collectives must come in one order on all ranks even where some rank's parameters get
         # no gradient, so groups are reduced in this order only.
         self._awaited = self.groups[::-1]

@@ -67,6 +67,7 @@ class Case:
     accumulation: int = 1
     checkpointing: bool = False
     engine: str = "peakmark"
+    sync: bool = True
 
 
 def all_cases(world_size: int) -> list[Case]:
@@ -83,6 +84,8 @@ def all_cases(world_size: int) -> list[Case]:
                 cases.append(Case(model, stage, precision="autocast"))
         if world_size == 2:
             for stage in (2, 3):
+                cases.append(Case(model, stage, accumulation=3, sync=False))
+                cases.append(Case(model, stage, accumulation=3, sync=False, engine="fsdp2"))
                 cases.append(Case(model, stage, engine="fsdp2"))
                 cases.append(Case(model, stage, engine="fsdp2", accumulation=2, checkpointing=True))
     return cases
@@ -116,6 +119,7 @@ def train(case: Case, collectives: Collectives, **options: object) -> dict[str, 
         lr=LR,
         device=CPU,
         collectives=collectives,
+        **({} if case.sync else {"sync_each_micro_batch": False}),
         **options,
     )
     losses = []

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,15 @@ def _run_ranks(world_size: int, out: Path) -> list[dict[str, Any]]:
     for rank, process in enumerate(processes):
         assert process.wait(timeout=300) == 0, (out / f"rank{rank}.err").read_text()[-2000:]
     return [torch.load(out / f"rank{r}.pt") for r in range(world_size)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks: CPU sums depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +214,23 @@ def test_accumulation_adds_in_the_order_of_the_stage(
         name, world_size=2, optimizer="adamw_foreach", accumulation=2, reduce_each=stage >= 2
     )
     _assert_same(two_ranks[0][repr(case)]["parameters"], expected)
+
+
+@pytest.mark.parametrize("engine", ["peakmark", "fsdp2"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_without_sync_micro_batches_are_summed_before_ranks(
+    two_ranks: list[dict[str, Any]], name: str, stage: int, engine: str
+) -> None:
+    case = Case(name, stage, accumulation=3, sync=False, engine=engine)
+    expected = _train_plainly(
+        name, world_size=2, optimizer="adamw_foreach", accumulation=3, reduce_each=False
+    )
+    result = two_ranks[0][repr(case)]
+    _assert_same(result["parameters"], expected)
+    everything = 4 * sum(_padded(name, 2)) if engine == "peakmark" else None
+    reduced = result["traffic"]["reduce_scatter"]["bytes"]
+    assert everything is None or reduced == everything  # once a step, not once a micro-batch
 
 
 @pytest.mark.parametrize("name", MODELS)
