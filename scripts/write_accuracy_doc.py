@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,29 +214,42 @@ def _public(cases: PublicCases) -> Iterator[str]:
     yield (
         "Public reports of training runs that say enough to be planned, in "
         "`recorded/public/training.json`. They are not ours, not on our versions, and leave things "
-        "open; a range was printed as one.\n"
+        "open, which explains more than 10 %; a range was printed as one.\n"
     )
-    yield "| case | plan | counter | measured | predicted | error | what is open |"
-    yield "|---|---|---|--:|--:|--:|---|"
-    for answer in cases.answers():
+    answers = list(cases.answers())
+    yield "| case | plan | counter | measured | predicted | error |\n|---|---|---|--:|--:|--:|"
+    for answer in answers:
         yield _public_line(answer)
+    yield from _listed("What the reports leave open", ((a.case.note, a) for a in answers))
+    refused = [(a.refusal, a) for a in answers if a.refusal]
+    if refused:
+        yield from _listed("Not predicted", refused)
     number = sum(len(ids) for ids in cases.left_out.values())
-    yield f"\nLeft out: {number} of {number + cases.num_reports}.\n"
+    yield f"\n### Left out\n\n{number} of {number + cases.num_reports} reports.\n"
     yield "| why | cases |\n|---|--:|"
     for reason, ids in cases.left_out.items():
         yield f"| {reason} | {len(ids)} |"
 
 
+def _listed(title: str, said: Iterable[tuple[str, Answer]]) -> Iterator[str]:
+    """Yield a list of sentences, each with the cases that it is true of."""
+    yield f"\n### {title}\n"
+    cases: dict[str, list[str]] = {}
+    for sentence, answer in said:
+        cases.setdefault(sentence, []).append(answer.case.id)
+    for sentence, ids in cases.items():
+        yield f"- {', '.join(f'`{name}`' for name in ids)}: {sentence}"
+
+
 def _public_line(answer: Answer) -> str:
     case = answer.case
     cells = (
-        f"{case.id} ({case.source})",
+        f"`{case.id}` ({case.source})",
         case.label,
         case.counter,
         case.measured_text,
         answer.predicted_text,
         answer.error_text,
-        case.note if answer.refusal is None else f"{answer.refusal} {case.note}",
     )
     return f"| {' | '.join(cells)} |"
 
