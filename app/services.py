@@ -27,6 +27,7 @@ from planner.config_input import parse_config_text, spec_from_config
 from planner.errors import PlanError
 from planner.hardware import Gpu, gpu_presets
 from planner.hub import fetch_hub_config
+from planner.memory.timeline_series import step_timeline, why_no_timeline
 from planner.paper import paper_table
 from planner.plan import Plan, parse_plan, plan_hash
 from planner.predict import predict
@@ -151,6 +152,23 @@ def prediction_of(plan: Plan) -> dict[str, Any]:
 @st.cache_data(max_entries=500, show_spinner=False)
 def _prediction(digest: str, _plan_text: str) -> dict[str, Any]:
     return predict(parse_plan(json.loads(_plan_text))).to_dict()
+
+
+def timeline_of(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a plan's replayed step, or the reason why there is none.
+
+    `sections` are dictionaries of label, words and bytes (high point, end, parts, reserved).
+    """
+    checked = parse_plan(plan)
+    return _timeline(plan_hash(checked), _canonical(checked))
+
+
+@st.cache_data(max_entries=100, show_spinner=False)
+def _timeline(digest: str, _plan_text: str) -> dict[str, Any]:
+    plan = parse_plan(json.loads(_plan_text))
+    reason = why_no_timeline(plan)
+    sections = [] if reason else [section.to_dict() for section in step_timeline(plan)]
+    return {"reason": reason, "sections": sections}
 
 
 def stage_grid(plan: Plan) -> list[dict[str, Any]]:
@@ -426,7 +444,16 @@ def _row_words(spec: Mapping[str, Any]) -> str:
     if not plan:
         return str(spec.get("kind", ""))
     name = str(plan["model"].get("preset") or plan["model"].get("name", "custom model"))
-    return f"{name.rsplit('/', 1)[-1]}: {plan_line(plan)}"
+    name = name.rsplit("/", 1)[-1]
+    whole = _whole_plan(plan)
+    return name if whole is None else f"{name}: {plan_line(whole)}"
+
+
+def _whole_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a stored plan with its defaults written out; None where it cannot be planned."""
+    with suppress(PlanError):
+        return None if plan is None else parse_plan(plan).to_dict()
+    return None
 
 
 def measurement_detail(row_id: str) -> dict[str, Any] | None:
@@ -438,9 +465,7 @@ def measurement_detail(row_id: str) -> dict[str, Any] | None:
     seen = next((m for m in measurements(database()) if m.id == row_id), None)
     if seen is None:
         return None
-    plan = seen.spec.get("plan")
-    with suppress(PlanError):
-        plan = None if plan is None else parse_plan(plan).to_dict()
+    plan = _whole_plan(seen.spec.get("plan"))
     return {
         "run_id": seen.run_id,
         "recorded_at": seen.recorded_at,
@@ -454,14 +479,8 @@ def measurement_detail(row_id: str) -> dict[str, Any] | None:
         },
         "spec": seen.spec,
         "plan": plan,
-        "prediction": _prediction_if_any(plan),
+        "prediction": None if plan is None else prediction_of(parse_plan(plan)),
         "measured": seen.measured,
         "environment": seen.environment,
         "error": None,
     }
-
-
-def _prediction_if_any(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    with suppress(PlanError):
-        return None if plan is None else prediction_of(parse_plan(plan))
-    return None

@@ -13,6 +13,7 @@ TREEMAP_HEIGHT_PX = 460
 # Beyond these the tiles are too small to see; what is left over is one tile, so that areas add up.
 MAX_TILES = 250
 WHOLE = "peak"
+HATCH_COLOUR = "rgba(255,255,255,0.18)"
 
 
 def treemap_figure(entries: Sequence[Mapping[str, Any]], unit: str) -> go.Figure:
@@ -31,9 +32,18 @@ def treemap_figure(entries: Sequence[Mapping[str, Any]], unit: str) -> go.Figure
         text=[size_text(tile["bytes"], unit) for tile in tiles],
         customdata=[tile["hover"] for tile in tiles],
         marker={
-            "colors": [translucent(tile["colour"], tile["opacity"]) for tile in tiles],
+            "colors": [tile["fill"] for tile in tiles],
             "line": {"color": [tile["colour"] for tile in tiles], "width": 1.2},
+            # Hatched: the sign of a prediction.
+            "pattern": {
+                "shape": ["/" if tile["hatched"] else "" for tile in tiles],
+                "bgcolor": [tile["fill"] for tile in tiles],
+                "fgcolor": HATCH_COLOUR,
+                "size": 7,
+                "solidity": 0.25,
+            },
         },
+        textfont={"color": [tile["text_colour"] for tile in tiles]},
         branchvalues="total",
         texttemplate="%{label}<br>%{text}",
         hovertemplate="%{customdata}<extra></extra>",
@@ -73,7 +83,9 @@ def _branch(
         "parent": parent,
         "bytes": size_bytes,
         "colour": colour,
-        "opacity": 0.14,
+        "fill": translucent(colour, 0.14),
+        "text_colour": colour,
+        "hatched": False,
         "hover": f"<b>{words(name)}</b><br>{size_text(size_bytes, unit)}, {share:.1f} %",
     }
 
@@ -85,11 +97,16 @@ def _leaf(number: int, entry: Mapping[str, Any], unit: str) -> dict[str, Any]:
         "label": entry["name"],
         "parent": entry["component"],
         "bytes": entry["bytes"],
-        "colour": component_colour(entry["component"]),
-        "opacity": 0.32,
+        **_solid(entry["component"]),
         "hover": f"<b>{entry['name']}</b><br>{size_text(entry['bytes'], unit)}<br>"
         f"{shape if entry['shape_text'] else ''}{wrapped(entry['formula'])}",
     }
+
+
+def _solid(component: str) -> dict[str, Any]:
+    """Opaque, with white text: readable on the light and on the dark page."""
+    colour = component_colour(component)
+    return {"colour": colour, "fill": colour, "text_colour": "#FFFFFF", "hatched": True}
 
 
 def _rest(component: str, count: int, size_bytes: int, unit: str) -> dict[str, Any]:
@@ -99,7 +116,6 @@ def _rest(component: str, count: int, size_bytes: int, unit: str) -> dict[str, A
         "label": name,
         "parent": component,
         "bytes": size_bytes,
-        "colour": component_colour(component),
-        "opacity": 0.2,
+        **_solid(component),
         "hover": f"<b>{name}</b> of {words(component)}<br>{size_text(size_bytes, unit)}",
     }

@@ -21,7 +21,8 @@ from app.charts.style import (
 
 BREAKDOWN_HEIGHT_PX = 210
 PHASES_HEIGHT_PX = 360
-TICK_COLUMNS = 12
+TICK_COLUMNS = 16
+PEAK_ROOM = 1.12
 
 
 def breakdown_figure(
@@ -58,7 +59,7 @@ def _stacked_part(part: Mapping[str, Any], divisor: int, unit: str) -> dict[str,
 
 
 def phases_figure(memory: Mapping[str, Any], unit: str) -> go.Figure:
-    """Return allocated bytes of every phase, stacked by component; the peak is marked."""
+    """Return allocated bytes of every phase, a bar each, by component; the peak is marked."""
     phases = memory["phases"]
     largest_bytes = max((phase["allocated_bytes"] for phase in phases), default=0)
     divisor, unit_name = axis_unit(largest_bytes, unit)
@@ -68,19 +69,22 @@ def phases_figure(memory: Mapping[str, Any], unit: str) -> go.Figure:
         values = [phase["parts"].get(component, 0) for phase in phases]
         figure.add_bar(
             name=words(component),
-            x=labels,
-            y=[value / divisor for value in values],
+            y=labels,
+            x=[value / divisor for value in values],
+            orientation="h",
             customdata=[size_text(value, unit) for value in values],
             marker=predicted_marker(component_colour(component)),
-            hovertemplate=f"<b>{words(component)}</b>: %{{customdata}}<br>%{{x}}<extra></extra>",
+            hovertemplate=f"<b>{words(component)}</b>: %{{customdata}}<br>%{{y}}<extra></extra>",
         )
     _mark_peak(figure, memory, divisor)
-    figure.update_yaxes(title=f"{unit_name} allocated", rangemode="tozero")
+    reach = PEAK_ROOM * largest_bytes / divisor
+    figure.update_xaxes(title=f"{unit_name} allocated", range=[0, reach])
+    figure.update_yaxes(autorange="reversed")
     return figure
 
 
 def _tick(phase: Mapping[str, Any]) -> str:
-    """The phase's label in short lines, so that ticks stand upright on a phone too."""
+    """The phase's label in short lines, which leave room for the bars on a phone too."""
     return "<br>".join(textwrap.wrap(phase["label"], TICK_COLUMNS))
 
 
@@ -96,9 +100,9 @@ def _mark_peak(figure: go.Figure, memory: Mapping[str, Any], divisor: int) -> No
     for phase in memory["phases"]:
         if phase["name"] == memory["peak_phase"]:
             figure.add_annotation(
-                x=_tick(phase),
-                y=phase["allocated_bytes"] / divisor,
+                x=phase["allocated_bytes"] / divisor,
+                y=_tick(phase),
                 text="peak",
                 showarrow=False,
-                yanchor="bottom",
+                xanchor="left",
             )

@@ -59,6 +59,11 @@ def _breakdown(prediction: Mapping[str, Any], unit: str) -> None:
         "context and NCCL to device bytes. Hover a part for its formula.",
         rows=[{"part": p["name"], "bytes": p["bytes"], "formula": p["formula"]} for p in parts],
     )
+    st.page_link(
+        "app_pages/ledger.py",
+        label="Every tensor, and why this is the peak",
+        icon=":material/view_quilt:",
+    )
 
 
 def _phases(prediction: Mapping[str, Any], unit: str) -> None:
@@ -133,11 +138,6 @@ def show_ledger(prediction: Mapping[str, Any], unit: str) -> None:
         "kind together. The Ledger page holds every one, and says why this is the peak."
     )
     st.dataframe(shown, hide_index=True, alt="Largest tensors")
-    st.page_link(
-        "app_pages/ledger.py",
-        label="Open the ledger",
-        icon=":material/view_quilt:",
-    )
 
 
 def _ledger_row(row: Mapping[str, Any], unit: str) -> dict[str, Any]:

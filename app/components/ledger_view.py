@@ -16,6 +16,7 @@ from app.components.current_plan import current_document, keep_plan_in_url
 from app.components.figure import drawable, metric_row, show_figure
 from app.components.header import unit
 from app.components.problems import told_in_one_sentence
+from app.components.timeline_view import show_timeline
 from app.ledger_rows import ledger_rows, matching
 from app.peak_reason import contributors, phase_rows, reason_sentences
 
@@ -35,6 +36,8 @@ def show_ledger_page() -> None:
         prediction = services.prediction_of(plan)
         _totals(prediction, unit())
         _reason(prediction, unit())
+        if plan.job == "train":
+            show_timeline(document, unit())
         _tensors(prediction, unit())
 
 
@@ -166,10 +169,10 @@ def _shown(row: Mapping[str, Any], chosen: str) -> dict[str, Any]:
         "component": words(row["component"]),
         "kept by": row["owner"],
         "shape": row["shape_text"],
-        "in symbols": row["shape"],
+        "in symbols": "" if row["shape"].isdecimal() else row["shape"],
         "dtype": row["dtype"],
         "count": row["count"],
         "bytes": row["bytes"],
-        "phases": row["phases"],
         "formula": row["formula"],
+        "phases": row["phases"],
     }

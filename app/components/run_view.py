@@ -16,6 +16,7 @@ from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
 from app.components.problems import told_in_one_sentence
 from app.components.run_table import clock, duration, show_actions, state_badge
+from app.components.timeline_view import show_measured_timeline
 from app.components.verdict import sentence_in
 from planner.units import format_count, format_seconds
 
@@ -147,6 +148,10 @@ def _result(run: Mapping[str, Any]) -> None:
         _show_comparison(run)
     elif run["prediction"]:
         _show_prediction_only(run["prediction"])
+    if run["plan"]:
+        with told_in_one_sentence():
+            measured = (run["measured"] or {}).get("timeline") or ()
+            show_measured_timeline(run["plan"], measured, unit())
     _show_documents(run)
 
 

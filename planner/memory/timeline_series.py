@@ -67,7 +67,7 @@ def why_no_timeline(plan: Plan) -> str | None:
     if plan.model.num_layers < MIN_REPLAYED_LAYERS:
         return f"A step is replayed from {MIN_REPLAYED_LAYERS} layers on."
     if is_split(plan.parallelism):
-        return "The step of a split model is predicted by its phases, not replayed."
+        return "The step of a split model is predicted by its phases only."
     return None
 
 

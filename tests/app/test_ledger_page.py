@@ -75,3 +75,10 @@ def test_a_pasted_config_has_a_ledger(opened: Opened, tiny_config: str) -> None:
     app.switch_page(PAGE).run()
     assert not app.exception and not app.error
     assert app.dataframe[-1].value["bytes"].sum() > 0
+
+
+def test_the_step_is_drawn_moment_by_moment_or_says_why_not(opened: Opened) -> None:
+    titles = texts(ledger(opened))
+    assert "One step, moment by moment" in titles
+    assert "No timeline: A step is replayed" in texts(ledger(opened, num_hidden_layers="2"))
+    assert "moment by moment" not in texts(ledger(opened, job="serve"))

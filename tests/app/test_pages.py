@@ -441,3 +441,40 @@ def test_a_measurement_of_a_run_here_leads_to_that_run(opened: Opened) -> None:
     assert detail is not None and detail["run_id"] == run_id
     names = services.accuracy()["names"]
     assert names[row_id].startswith("Llama-3.1-8B: peakmark ZeRO-3 × 8")
+
+
+def test_a_runs_timeline_lies_over_the_predicted_one(opened: Opened) -> None:
+    plan = default_plan()
+    sections = services.timeline_of(plan.to_dict())["sections"]
+    assert (
+        max(section["high_bytes"] for section in sections)
+        == (services.prediction_of(plan)["memory"]["allocated_bytes"])
+    )
+    # Measured a MiB lower throughout, but 2 MiB in the loss.
+    less = {"loss": 2 * 2**20}
+    measured = {
+        "allocated_bytes": 2**30,
+        "reserved_bytes": 2**30,
+        "device_bytes": 2**30,
+        "phases": {},
+        "timeline": [
+            [s["label"], s["end_bytes"], s["high_bytes"] - less.get(s["label"], 2**20)]
+            for s in sections
+        ],
+    }
+    result = StoredResult(state=RunState.DONE, measured=measured, environment={})
+    app = opened(run=finished(plan, result))
+    app.switch_page("app_pages/run.py").run()
+    assert not broken(app)
+    names = [trace.get("name") for trace in charts(app)[-1]["data"]]  # type: ignore[attr-defined]
+    assert {"predicted", "measured", "activations"} <= set(names)
+    assert "furthest apart in logits and loss: predicted 2.00 MiB above measured" in texts(app)
+
+
+def test_a_run_without_a_timeline_shows_the_predicted_one(opened: Opened) -> None:
+    measured = {"allocated_bytes": 2**30, "phases": {}}
+    result = StoredResult(state=RunState.DONE, measured=measured, environment={})
+    app = opened(run=finished(default_plan(), result))
+    app.switch_page("app_pages/run.py").run()
+    assert not broken(app)
+    assert "This run recorded no timeline." in texts(app)

@@ -46,16 +46,16 @@ def test_phases_stack_to_their_allocated_bytes_and_the_peak_is_marked(
     memory: dict[str, Any],
 ) -> None:
     figure = phases_figure(memory, "GiB")
-    totals = [sum(trace.y[i] for trace in figure.data) for i in range(3)]
+    totals = [sum(trace.x[i] for trace in figure.data) for i in range(3)]
     assert totals == [23, 46, 30]
-    assert figure.layout.annotations[0].y == 46
+    assert figure.layout.annotations[0].x == 46
 
 
 def test_a_tiny_plan_is_drawn_in_mib() -> None:
     phases = [{"name": "f", "label": "f", "allocated_bytes": 3 * 2**20, "parts": {"a": 3 * 2**20}}]
     figure = phases_figure({"phases": phases, "peak_phase": "f"}, "GiB")
-    assert figure.data[0].y == (3,)
-    assert figure.layout.yaxis.title.text == "MiB allocated"
+    assert figure.data[0].x == (3,)
+    assert figure.layout.xaxis.title.text == "MiB allocated"
 
 
 @pytest.mark.parametrize(("times_capacity", "side"), [(0.5, "right"), (1.5, "right"), (4, "left")])
