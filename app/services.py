@@ -24,6 +24,7 @@ from planner.accuracy import accuracy_report
 from planner.attached import AttachedGpu, attached_gpus
 from planner.comparison import compare
 from planner.config_input import parse_config_text, spec_from_config
+from planner.config_keys import modelled_keys
 from planner.errors import PlanError
 from planner.hardware import Gpu, gpu_presets
 from planner.hub import fetch_hub_config
@@ -52,6 +53,8 @@ SMALL_PROOF_CONFIG: Mapping[str, int] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 1024,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
 }
 
 
@@ -282,12 +285,15 @@ def zero_paper_rows(name: str, parameters: int) -> list[dict[str, Any]]:
 def small_proof(plan: Plan) -> Plan:
     """Return a plan of the same choices that any host can run: two narrow layers, two ranks."""
     document = plan.to_dict()
-    own_head_size = plan.model.family != "gpt2"
-    overrides = {
-        key: value
-        for key, value in SMALL_PROOF_CONFIG.items()
-        if own_head_size or key not in ("num_key_value_heads", "head_dim")
-    }
+    editable = modelled_keys(plan.model.family)
+    overrides = {key: value for key, value in SMALL_PROOF_CONFIG.items() if key in editable}
+    if plan.model.latent is not None:
+        overrides["num_key_value_heads"] = overrides["num_attention_heads"]
+    if plan.model.num_experts:
+        # Groups of experts need two each.
+        overrides["num_local_experts"] = min(
+            plan.model.num_experts, max(8, 2 * plan.model.expert_groups)
+        )
     config = {key: v for key, v in plan.model.hf_config.items() if key != "layer_types"}
     model = {"config": config, "name": f"small {plan.model.family}", "overrides": overrides}
     workload = {**document["workload"], "sequence_length": 64, "micro_batch": 1}
