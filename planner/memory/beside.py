@@ -34,7 +34,8 @@ class Beside:
     """Buffers of collectives inside the layers, and what other micro-batches in flight keep.
 
     `tokens` are this GPU's of one micro-batch, `itemsize` the bytes of a compute element. `others`
-    are the bytes by part that `num_others` micro-batches keep for their backward.
+    are the bytes by part that `num_others` micro-batches keep for their backward. `finds_gradients`
+    says whether an earlier micro-batch of the step has left some.
     """
 
     spec: ModelSpec
@@ -43,6 +44,7 @@ class Beside:
     tokens: Any
     num_others: int
     others: Parts
+    finds_gradients: bool
 
     def parts(self, place: Place) -> Parts:
         """Bytes by part at a place of the step."""
@@ -127,6 +129,7 @@ def one_stage_beside(
         tokens=workload.micro_batch * workload.sequence_length,
         num_others=0,
         others={},
+        finds_gradients=workload.grad_accumulation > 1,
     )
 
 

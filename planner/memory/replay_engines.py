@@ -13,6 +13,7 @@ from planner.memory.replay_beside import BufferedEngine
 from planner.memory.replay_ddp import DdpReplay
 from planner.memory.replay_fsdp2 import Fsdp2Replay
 from planner.memory.replay_peakmark import PeakmarkReplay
+from planner.memory.replay_stages import StageReplay, replay_stage
 from planner.memory.templates import load_steps
 from planner.model import ModelSpec
 from planner.rank import RankSpec
@@ -34,8 +35,11 @@ def replay_training(
     key: str,
     hardware: Gpu | None,
     capacity_bytes: int | None = None,
+    flying: int = 1,
 ) -> Replayed:
     """Replay a plan's steps on rank 0; `key` is its template's (see `training.template_key`).
+
+    `flying` micro-batches are in flight in a pipeline's stage.
 
     Raises ReplayedOutOfMemoryError where segments do not fit in `capacity_bytes`.
     """
@@ -46,8 +50,12 @@ def replay_training(
     else:
         buffers = one_stage_beside(spec, workload, parallelism)
         model, engine = build_replay(
-            *plan, watch=lambda engine: BufferedEngine(engine, memory, buffers)
+            *plan,
+            model_kind=StageReplay,
+            watch=lambda engine: BufferedEngine(engine, memory, buffers),
         )
+    if isinstance(model, StageReplay):
+        return replay_stage(model, engine, memory, workload.grad_accumulation, flying)
     return replay(model, engine, memory, workload.grad_accumulation)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from planner.hardware import Gpu
 from planner.memory import ledger
-from planner.memory.beside import Beside, compute_itemsize, one_stage_beside
+from planner.memory.beside import Beside, compute_itemsize
 from planner.memory.overheads import TYPICAL_SEGMENT_SHARE
 from planner.memory.parallel import (
     group_size,
@@ -43,18 +43,15 @@ NOT_PROVEN = (
 class StepMemory:
     """A predicted step of every pipeline stage; a plan without a pipeline has one.
 
-    `unbalanced` is the worst stage if all tokens went to one rank's experts.
+    `worst_stage` is the index of the one that needs the most, `unbalanced` that stage if all tokens
+    went to one rank's experts.
     """
 
     stages: tuple[TrainingMemory, ...]
     parts: tuple[ModelSpec, ...]
     in_flight: tuple[int, ...]
+    worst_stage: int
     unbalanced: TrainingMemory | None
-
-    @property
-    def worst_stage(self) -> int:
-        """The index of the stage that needs the most."""
-        return max(range(len(self.stages)), key=lambda i: self.stages[i].allocated_bytes)
 
     @property
     def worst(self) -> TrainingMemory:
@@ -118,31 +115,51 @@ def step_memory(
 ) -> StepMemory:
     """Predict a step of every pipeline stage; see `training_memory`.
 
-    The allocator is replayed unless a pipeline splits the model: then a step has other sections
-    than were traced, and segments are a share of the allocated peak.
+    Of several stages the allocator is replayed for the worst one only.
     """
     parts = stage_specs(spec, parallelism)
     flying = tuple(in_flight(workload, parallelism, stage) for stage in range(len(parts)))
-    found: dict[tuple[ModelSpec, int], TrainingMemory] = {}
+    plan = rank_workload(workload, parallelism), parallelism, hardware
+    first_share = TYPICAL_SEGMENT_SHARE if len(parts) > 1 else segment_share
+    found = {
+        (part, count): _stage_memory(part, count, *plan, first_share)
+        for part, count in dict.fromkeys(zip(parts, flying, strict=True))
+    }
+    stages = [found[pair] for pair in zip(parts, flying, strict=True)]
+    worst = max(range(len(stages)), key=lambda stage: stages[stage].allocated_bytes)
+    if first_share != segment_share:
+        stages[worst] = _stage_memory(parts[worst], flying[worst], *plan, segment_share)
+    unbalanced = None
+    if parallelism.expert_parallel > 1:
+        crowded = _all_tokens_to_one_rank(parts[worst], parallelism)
+        unbalanced = _stage_memory(crowded, flying[worst], *plan, TYPICAL_SEGMENT_SHARE)
+    return StepMemory(
+        stages=tuple(stages),
+        parts=parts,
+        in_flight=flying,
+        worst_stage=worst,
+        unbalanced=unbalanced,
+    )
 
-    def one_stage(part: ModelSpec, count: int) -> TrainingMemory:
-        own = rank_workload(workload, parallelism)
-        if not is_split(parallelism):
-            return training_memory(part, own, parallelism, hardware, segment_share)
-        key = template_key(part, own, own.sequence_length)
-        beside = _beside(part, own, parallelism, count)(key, own.micro_batch, own.sequence_length)
-        return training_memory(part, own, parallelism, hardware, segment_share, beside)
 
-    for pair in zip(parts, flying, strict=True):
-        if pair not in found:
-            found[pair] = one_stage(*pair)
-    stages = tuple(found[pair] for pair in zip(parts, flying, strict=True))
-    balanced = StepMemory(stages=stages, parts=parts, in_flight=flying, unbalanced=None)
-    if parallelism.expert_parallel == 1:
-        return balanced
-    worst = balanced.worst_stage
-    crowded = _all_tokens_to_one_rank(parts[worst], parallelism)
-    return replace(balanced, unbalanced=one_stage(crowded, flying[worst]))
+def _stage_memory(
+    part: ModelSpec,
+    flying: int,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    hardware: Gpu | None,
+    segment_share: float | None,
+) -> TrainingMemory:
+    """Predict the step of one GPU; `workload` is its own."""
+    plan = part, workload, parallelism, hardware
+    if not is_split(parallelism):
+        return training_memory(*plan, segment_share)
+    key = template_key(part, workload, workload.sequence_length)
+    sizes = key, workload.micro_batch, workload.sequence_length
+    cases = [beside_at(*sizes) for beside_at in _cases(part, workload, parallelism, flying)]
+    if len(cases) > 1:
+        cases.sort(key=lambda beside: _summed_bytes(*plan, beside))
+    return training_memory(*plan, segment_share, cases[-1], flying)
 
 
 def step_segment_share(
@@ -152,12 +169,11 @@ def step_segment_share(
     hardware: Gpu | None = None,
 ) -> float:
     """What a plan reserves beyond the formulas' allocated peak, as a share of that peak."""
-    if parallelism.pipeline_parallel > 1:
-        return TYPICAL_SEGMENT_SHARE
-    (part,) = stage_specs(spec, parallelism)
-    own = rank_workload(workload, parallelism)
-    beside = one_stage_beside(part, own, parallelism) if is_split(parallelism) else None
-    return plan_segment_share(part, own, parallelism, hardware, beside)
+    if not is_split(parallelism):
+        return plan_segment_share(spec, workload, parallelism, hardware)
+    plan = spec, workload, parallelism, hardware
+    replayed, summed = step_memory(*plan).worst, step_memory(*plan, TYPICAL_SEGMENT_SHARE).worst
+    return float(replayed.overheads.reserved_bytes / summed.allocated_bytes - 1)
 
 
 def step_grid(
@@ -174,38 +190,69 @@ def step_grid(
 ) -> dict[str, npt.NDArray[np.int64]]:
     """Predict a grid of plans, each by its worst pipeline stage; see `training_grid`."""
     worst: dict[str, npt.NDArray[np.int64]] = {}
+    own = rank_workload(workload, parallelism)
     for stage, part in enumerate(stage_specs(spec, parallelism)):
-        own = rank_workload(workload, parallelism)
         flying = in_flight(workload, parallelism, stage)
-        found = training_grid(
-            part,
-            own,
-            parallelism.engine,
-            *(zero_stages, world_sizes, micro_batches),
-            [length // parallelism.context_parallel for length in sequence_lengths],
-            hardware,
-            segment_share,
-            gpus_per_rank=group_size(parallelism),
-            beside_at=_beside(part, own, parallelism, flying) if is_split(parallelism) else None,
-        )
-        worst = {name: np.maximum(worst.get(name, 0), values) for name, values in found.items()}
+        for beside_at in _cases(part, own, parallelism, flying):
+            found = training_grid(
+                part,
+                own,
+                parallelism.engine,
+                *(zero_stages, world_sizes, micro_batches),
+                [length // parallelism.context_parallel for length in sequence_lengths],
+                hardware,
+                segment_share,
+                gpus_per_rank=group_size(parallelism),
+                beside_at=beside_at if is_split(parallelism) else None,
+            )
+            worst = {name: np.maximum(worst.get(name, 0), sizes) for name, sizes in found.items()}
     return worst
 
 
-def _beside(
+def _summed_bytes(
+    part: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    hardware: Gpu | None,
+    beside: Beside,
+) -> int:
+    plan = part, workload, parallelism, hardware
+    return training_memory(*plan, TYPICAL_SEGMENT_SHARE, beside).allocated_bytes
+
+
+def _cases(
     part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, flying: int
+) -> list[BesideAt]:
+    """What can be beside a stage's part of a model as its step is highest.
+
+    With more micro-batches than are in flight, all others in flight and gradients of earlier ones.
+    With as many, either all others and no gradients yet, or gradients and one micro-batch less.
+    """
+    most = _beside(part, workload, parallelism, flying - 1, workload.grad_accumulation > flying)
+    if workload.grad_accumulation > flying or flying == 1:
+        return [most]
+    return [most, _beside(part, workload, parallelism, flying - 2, True)]
+
+
+def _beside(
+    part: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    num_others: int,
+    finds_gradients: bool,
 ) -> BesideAt:
     """What is beside a stage's part of a model, for a template's key, batch and length."""
 
     def beside_at(key: str, micro_batch: Any, sequence_length: Any) -> Beside:
-        kept = ledger.kept_parts(part, key, micro_batch, sequence_length) if flying > 1 else {}
+        kept = ledger.kept_parts(part, key, micro_batch, sequence_length) if num_others else {}
         return Beside(
             spec=part,
             parallelism=parallelism,
             itemsize=compute_itemsize(workload.precision),
             tokens=micro_batch * sequence_length,
-            num_others=flying - 1,
-            others={name: (flying - 1) * size for name, size in kept.items()},
+            num_others=num_others,
+            others={name: num_others * size for name, size in kept.items()},
+            finds_gradients=finds_gradients,
         )
 
     return beside_at

@@ -162,7 +162,12 @@ def routing_notes(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _states(
-    spec: ModelSpec, workload: TrainingWorkload, engine: Engine, stage: int, world_size: Any
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    engine: Engine,
+    stage: int,
+    world_size: Any,
+    beside: Beside | None = None,
 ) -> EngineStates:
     return _STATES[engine](
         spec,
@@ -170,7 +175,7 @@ def _states(
         workload.optimizer,
         stage,
         world_size,
-        accumulates=workload.grad_accumulation > 1,
+        accumulates=beside.finds_gradients if beside else workload.grad_accumulation > 1,
         **({} if workload.sync_each_micro_batch else {"syncs": False}),
     )
 
@@ -182,17 +187,18 @@ def training_memory(
     hardware: Gpu | None = None,
     segment_share: float | None = None,
     beside: Beside | None = None,
+    flying: int = 1,
 ) -> TrainingMemory:
     """Predict the peak memory of a steady training step on rank 0, which holds the most.
 
     The caching allocator is replayed over the step's tensors (tens of milliseconds), unless
     `segment_share` says how much of the allocated peak its segments hold beside tensors (under
     two milliseconds). `hardware` decides the size of library workspaces; without it Hopper's.
+    `beside` and `flying`: what is beside a split model's tensors, and its micro-batches in flight.
     """
     key = template_key(spec, workload, workload.sequence_length)
-    states = _states(
-        spec, workload, parallelism.engine, parallelism.zero_stage, parallelism.world_size
-    )
+    stage, world_size = parallelism.zero_stage, parallelism.world_size
+    states = _states(spec, workload, parallelism.engine, stage, world_size, beside)
     moments = load_moments(spec.family, key, states.gradients)
     timeline = Timeline(
         spec,
@@ -209,10 +215,8 @@ def training_memory(
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
     gpus = parallelism.world_size * group_size(parallelism)
     outside = outside_bytes(workload, parallelism.engine, gpus, hardware)
-    whole = parallelism.pipeline_parallel == 1
-    replays = whole and spec.num_layers >= MIN_REPLAYED_LAYERS
-    if segment_share is None and replays:
-        replayed = _replay(spec, workload, parallelism, key, hardware, outside)
+    if segment_share is None and spec.num_layers >= MIN_REPLAYED_LAYERS:
+        replayed = _replay(spec, workload, parallelism, key, hardware, outside, flying)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
         by_phase = {
             name: peak if moment is formula_peak else _no_higher(moment, peak)
@@ -241,14 +245,16 @@ def _replay(
     key: str,
     hardware: Gpu | None,
     outside: Outside,
+    flying: int,
 ) -> Replayed:
     """Replay within the GPU's memory; where that is too small, without an end, to say by how much."""
     plan = (spec, workload, parallelism, key, hardware)
     if hardware is not None:
         held = outside.context_bytes + outside.nccl_bytes
         with suppress(ReplayedOutOfMemoryError):
-            return replay_training(*plan, max(0, hardware.visible_bytes - held))
-    return replay_training(*plan)
+            capacity_bytes = max(0, hardware.visible_bytes - held)
+            return replay_training(*plan, capacity_bytes, flying)
+    return replay_training(*plan, flying=flying)
 
 
 def _rounded_to_blocks(peak: Moment, allocated_bytes: int) -> Moment:
@@ -272,15 +278,14 @@ def plan_segment_share(
     workload: TrainingWorkload,
     parallelism: Parallelism,
     hardware: Gpu | None = None,
-    beside: Beside | None = None,
 ) -> float:
     """What a plan's replay reserves beyond the formulas' allocated peak, as a share of that peak.
 
     With it, `training_grid` reserves for the plan itself what its replay does.
     """
     plan = (spec, workload, parallelism, hardware)
-    replayed = training_memory(*plan, beside=beside)
-    formulas = training_memory(*plan, TYPICAL_SEGMENT_SHARE, beside)
+    replayed = training_memory(*plan)
+    formulas = training_memory(*plan, TYPICAL_SEGMENT_SHARE)
     return float(replayed.overheads.reserved_bytes / formulas.allocated_bytes - 1)
 
 
@@ -311,10 +316,11 @@ def training_grid(
         columns = [i for i, other in enumerate(keys) if other == key]
         lengths = np.array([sequence_lengths[i] for i in columns], dtype=np.float64)
         for row, stage in enumerate(zero_stages):
-            states = _states(spec, workload, engine, stage, worlds)
+            beside = beside_at(key, batches, lengths) if beside_at else None
+            states = _states(spec, workload, engine, stage, worlds, beside)
             moments = load_moments(spec.family, key, states.gradients)
-            beside = beside_at(key, batches, lengths).parts if beside_at else None
-            timeline = Timeline(spec, moments, states, batches, lengths, beside)
+            parts_at = beside.parts if beside else None
+            timeline = Timeline(spec, moments, states, batches, lengths, parts_at)
             peak[row][..., columns] = timeline.peak_bytes()
     allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
         np.int64

@@ -199,6 +199,7 @@ def test_a_ring_holds_a_received_block_of_keys_and_values() -> None:
         tokens=1024,
         num_others=0,
         others={},
+        finds_gradients=False,
     )
     block = 1024 * 2 * 1024 * 2  # tokens, keys and values, 8 heads of 128, bf16
     assert beside.parts(Place("layer", 3)) == {"temporary": block}
@@ -257,15 +258,18 @@ def test_the_ledger_and_the_components_sum_to_the_peak(sizes: dict[str, Any], st
     assert max(row["allocated_bytes"] for row in memory["phases"]) == total
 
 
-@pytest.mark.parametrize("sizes", [sizes for sizes in SPLITS if "pipeline_parallel" not in sizes])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_replay_holds_what_the_formulas_sum(sizes: dict[str, Any], stage: int) -> None:
+@pytest.mark.parametrize("sizes", SPLITS[:-1])
+@pytest.mark.parametrize(("stage", "rounds"), [(0, 1), (3, 6), (1, 2)])
+def test_the_replay_holds_what_the_formulas_sum(
+    sizes: dict[str, Any], stage: int, rounds: int
+) -> None:
     # Blocks are whole 512 B and may keep a remainder of up to 1 MiB; else both are independent.
-    workload = TrainingWorkload(micro_batch=2)
+    workload = TrainingWorkload(micro_batch=2, grad_accumulation=rounds)
     plan = LLAMA, workload, Parallelism(zero_stage=stage, world_size=2, **sizes)
-    replayed, summed = step_memory(*plan).worst, step_memory(*plan, segment_share=0.1).worst
-    assert replayed.allocated_bytes == pytest.approx(summed.allocated_bytes, rel=0.01)
-    assert replayed.overheads.reserved_bytes > replayed.allocated_bytes
+    replayed, summed = step_memory(*plan), step_memory(*plan, segment_share=0.1)
+    for one, other in zip(replayed.stages, summed.stages, strict=True):
+        assert one.allocated_bytes == pytest.approx(other.allocated_bytes, rel=0.005)
+        assert one.overheads.reserved_bytes > one.allocated_bytes
 
 
 def test_split_experts_are_replayed_with_their_own_shards() -> None:
