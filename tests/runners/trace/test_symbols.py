@@ -17,6 +17,8 @@ BATCH, SEQ, VOCAB = PRIMES["batch"], PRIMES["seq"], PRIMES["vocab"]
         (BATCH * SEQ * PRIMES["kv_heads"] * HEAD_DIM, ("batch*seq*kv_heads*half_head_dim", 2)),
         (BATCH * SEQ * SEQ, ("batch*seq*seq", 1)),
         (BATCH * (SEQ + 1), ("batch*seq", 1)),
+        (BATCH * SEQ * (SEQ + 1), ("batch*seq*half_seq_and_one", 2)),
+        (PRIMES["expert_groups"] * PRIMES["group_experts"], ("expert_groups*group_experts", 1)),
         (HIDDEN * HIDDEN, ("hidden*hidden", 1)),
         (7, ("", 7)),
     ],
@@ -38,3 +40,17 @@ def test_a_shape_is_named_dimension_by_dimension() -> None:
 def test_a_count_that_is_no_product_of_dimensions_is_refused() -> None:
     with pytest.raises(ValueError, match="does not factor"):
         factor(PRIMES["hidden_per_head"])
+
+
+def test_sums_of_widths_are_sizes_of_their_own() -> None:
+    rotated = 2 * PRIMES["half_rotary"]
+    assert PRIMES["qk_dim"] == PRIMES["nope_dim"] + rotated
+    assert PRIMES["kv_rank_and_rotary"] == PRIMES["kv_rank"] + rotated
+    assert 2 * PRIMES["half_nope_and_value"] == PRIMES["nope_dim"] + PRIMES["value_dim"]
+    assert 2 * PRIMES["half_seq_and_one"] == SEQ + 1
+
+
+def test_every_symbol_is_a_prime_of_its_own() -> None:
+    values = list(PRIMES.values())
+    assert len(set(values)) == len(values)
+    assert all(value % n for value in values for n in range(2, min(value, 200)))
