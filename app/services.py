@@ -234,9 +234,10 @@ def _curve_point(
 
 
 def changes_that_fit(plan: Plan) -> list[dict[str, Any]]:
-    """Return the single changes that make a training plan fit, the most memory left last.
+    """Return the single changes that make a training plan fit, those that leave it tight last.
 
-    Each is a dictionary of `change` (words), `device_bytes` and the changed plan's `plan`.
+    Among either the most memory left is last. Each is a dictionary of `change` (words),
+    `device_bytes`, `state` (the verdict's) and the changed plan's `plan`.
     """
     return _changes_that_fit(plan_hash(plan), _canonical(plan))
 
@@ -249,11 +250,12 @@ def _changes_that_fit(digest: str, _plan_text: str) -> list[dict[str, Any]]:
         changed = {**document, part: {**document[part], key: value}}
         with suppress(PlanError):
             prediction = predict(parse_plan(changed)).to_dict()
-            if prediction["verdict"]["state"] != "does_not_fit":
+            state = prediction["verdict"]["state"]
+            if state != "does_not_fit":
                 words = f"{key.replace('_', ' ')} {value}"
-                device_bytes = prediction["memory"]["device_bytes"]
-                found.append({"change": words, "device_bytes": device_bytes, "plan": changed})
-    return sorted(found, key=lambda change: -change["device_bytes"])
+                size = {"device_bytes": prediction["memory"]["device_bytes"], "state": state}
+                found.append({"change": words, **size, "plan": changed})
+    return sorted(found, key=lambda change: (change["state"] == "tight", -change["device_bytes"]))
 
 
 def _single_changes(document: Mapping[str, Any]) -> list[tuple[str, str, Any]]:

@@ -95,7 +95,8 @@ def show_changes(changes: Sequence[Mapping[str, Any]], unit: str) -> None:
     st.caption("One change that makes it fit, the smallest saving first:")
     with st.container(horizontal=True):
         for change in changes[:CHANGES_SHOWN]:
-            label = f"{change['change']} → {size_text(change['device_bytes'], unit)}"
+            tight = ", tight" if change["state"] == "tight" else ""
+            label = f"{change['change']} → {size_text(change['device_bytes'], unit)}{tight}"
             st.button(
                 label,
                 key=f"change_{change['change']}",
