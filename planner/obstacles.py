@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from planner.engines import check_engine, check_stage
 from planner.errors import PlanError, describe_value
-from planner.memory.templates import has_template, has_templates
-from planner.memory.training import template_key
+from planner.memory.templates import has_template, has_templates, load_steps, traced
 from planner.model import ModelSpec
 from planner.splits import check_splits
 from planner.variants import check_variants
@@ -93,7 +92,7 @@ _NOT_BUILT_FIELDS = frozenset(
         "packed",
     )
 )
-_NOT_BUILT_VALUES = frozenset(("selective", "deepspeed"))
+_NOT_BUILT_VALUES = frozenset(("selective",))
 
 
 def _check_traced(model: ModelSpec) -> None:
@@ -108,13 +107,15 @@ def _check_traced(model: ModelSpec) -> None:
 
 def _check_variant_traced(model: ModelSpec, workload: TrainingWorkload) -> None:
     """Raise PlanError for a combination of choices that has not been traced for this family."""
-    key = template_key(model, workload, workload.sequence_length)
-    if not has_template(model.family, key):
+    template = traced(model, workload, workload.sequence_length)
+    key = template.key
+    if not has_template(template):
         sentence = (
             f"A training step of {model.family} with {key.replace('/', ', ')} has not been traced; "
             "choose another attention, precision, checkpointing or loss."
         )
         raise PlanError("workload", key, "a traced combination", sentence=sentence)
+    load_steps(template, "kept")
 
 
 def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:

@@ -129,12 +129,12 @@ class PerLayer:
             return [("layer", len(self.kinds), self.sizes[0])]
         members = [[i for i, k in enumerate(self.kinds) if k == n] for n in range(len(self.sizes))]
         return [
-            (f"layers {_ranges(numbers)}", len(numbers), size)
+            (f"layers {layer_ranges(numbers)}", len(numbers), size)
             for numbers, size in zip(members, self.sizes, strict=True)
         ]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def layer_ranges(numbers: Sequence[int]) -> str:
     """Write ascending numbers as "0-2, 5"; long lists end in an ellipsis."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -188,19 +188,3 @@ def group_numels(spec: ModelSpec) -> GroupSizes:
         layers=PerLayer.of(shapes["layers"], rows_numel),
         head=rows_numel(shapes["head"]),
     )
-
-
-def place_of(position: str, num_layers: int) -> Place:
-    """Return the place of a template's position: which layer "first", "last" ... stand for."""
-    last = num_layers - 1
-    layers = {
-        "first_layer": Place("layer", 0),
-        "layer:first": Place("layer", 1),
-        "layer:last": Place("layer", last - 1),
-        "last_layer": Place("layer", last),
-        "last_layer_backward": Place("layer_backward", last),
-        "layer_backward:first": Place("layer_backward", last - 1),
-        "layer_backward:last": Place("layer_backward", 1),
-        "first_layer_backward": Place("layer_backward", 0),
-    }
-    return layers.get(position) or Place(position)

@@ -6,11 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.memory.groups import FORWARD_SECTIONS, Place, group_numels, place_of
+from planner.memory.groups import (
+    BACKWARD_SECTIONS,
+    FORWARD_SECTIONS,
+    Place,
+    group_numels,
+    layer_ranges,
+)
 from planner.memory.optimizers import state_words
-from planner.memory.states import Parts, Precisions, first_finished
+from planner.memory.states import Parts, Precisions
 from planner.memory.templates import (
     SavedTensor,
+    Traced,
     load_saved,
     monomial_values,
     template_versions,
@@ -32,14 +39,7 @@ _ALL_PHASES = (
 )
 _UNTIL_BACKWARD = _ALL_PHASES[:-1]
 # The last phase in which what a forward section saved is still alive.
-_SAVED_UNTIL = {
-    "loss": 3,
-    "head": 3,
-    "last_layer": 4,
-    "layer": 5,
-    "first_layer": 5,
-    "embed": 5,
-}
+_SAVED_UNTIL = {"loss": 3, "head": 3}
 _SAVED_FROM = {"loss": 1}
 
 
@@ -78,7 +78,7 @@ def entries(
     parallelism: Parallelism,
     states: EngineStates,
     peak: Moment,
-    key: str,
+    template: Traced,
     others: Sequence[Entry] = (),
 ) -> tuple[Entry, ...]:
     """The ledger at the peak; its bytes sum to the peak's, part by part.
@@ -88,7 +88,7 @@ def entries(
     """
     rows = [
         *_state_entries(spec, workload, parallelism, states),
-        *_saved_entries(spec, workload, peak.position, key),
+        *_saved_entries(spec, workload, peak.place, template),
         *others,
     ]
     return (*rows, *_rest(rows, peak))
@@ -100,7 +100,7 @@ def _state_entries(
     sizes = Precisions.of(workload.precision, parallelism.engine)
     for group, count, kept, stepped, optimizer_states in states.held_numels():
         yield _state_entry(f"{group} parameters", kept, sizes.parameter, count, "parameters")
-        if sizes.master:
+        if sizes.master and stepped:
             yield _state_entry(f"{group} master weights", stepped, sizes.master, count, "optimizer")
         for state in optimizer_states:
             if state.numel:
@@ -123,47 +123,48 @@ def _state_entry(name: str, numel: int, itemsize: int, count: int, component: st
 
 
 def _saved_entries(
-    spec: ModelSpec, workload: TrainingWorkload, position: str, key: str
+    spec: ModelSpec, workload: TrainingWorkload, place: Place, template: Traced
 ) -> Iterator[Entry]:
-    saved = load_saved(spec.family, key)
-    place = place_of(position, spec.num_layers)
+    saved = load_saved(template)
     monomials = tuple({tensor.monomial for tensor in saved})
-    numels = monomial_values(spec, monomials, workload.micro_batch, workload.sequence_length)
+    numels = monomial_values(
+        spec, monomials, workload.micro_batch, workload.sequence_length, workload.lora_rank
+    )
     value = dict(zip(monomials, numels.tolist(), strict=True))
     for tensor in saved:
-        count = _alive(tensor.section, place, spec.num_layers)
+        count = sum(_is_alive(kept, place) for kept in tensor.places)
         if count > 0:
             one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
-            yield _saved_entry(tensor, count, round(one_bytes * count))
+            yield _saved_entry(tensor, spec.num_layers, count, round(one_bytes * count))
 
 
-def kept_parts(spec: ModelSpec, key: str, micro_batch: Any, sequence_length: Any) -> Parts:
+def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_length: Any) -> Parts:
     """Bytes that a forward up to the head leaves for its backward; values may be arrays."""
-    saved = load_saved(spec.family, key)
+    saved = load_saved(template)
     monomials = tuple({tensor.monomial for tensor in saved})
     numels = monomial_values(spec, monomials, micro_batch, sequence_length)
     value = dict(zip(monomials, numels, strict=True))
     parts: Parts = {}
     for tensor in saved:
-        count = _alive(tensor.section, Place("head"), spec.num_layers)
+        count = sum(_is_alive(kept, Place("head")) for kept in tensor.places)
         size_bytes = value[tensor.monomial] * (tensor.coefficient_bytes * count)
         component = _saved_component(tensor)
         parts[component] = parts.get(component, 0) + size_bytes
     return parts
 
 
-def _saved_entry(tensor: SavedTensor, count: int, size_bytes: int) -> Entry:
-    first, last = _SAVED_FROM.get(tensor.section, 0), _SAVED_UNTIL[tensor.section]
+def _saved_entry(tensor: SavedTensor, num_layers: int, count: int, size_bytes: int) -> Entry:
+    section = tensor.places[0].section
     shape = " x ".join(tensor.shape)
     return Entry(
-        name=f"{tensor.section.replace('_', ' ')}: {tensor.module} ({tensor.op})",
+        name=f"{_where(tensor, num_layers)}: {tensor.module} ({tensor.op})",
         shape=tensor.shape,
         dtype=tensor.dtype,
         count=count,
         size_bytes=size_bytes,
         component=_saved_component(tensor),
         owner="saved for backward",
-        phases=_UNTIL_BACKWARD[first:last],
+        phases=_UNTIL_BACKWARD[_SAVED_FROM.get(section, 0) : _SAVED_UNTIL.get(section, 5)],
         formula=f"{count} x [{shape}] {tensor.dtype}",
     )
 
@@ -175,21 +176,26 @@ def _saved_component(tensor: SavedTensor) -> str:
     return "attention" if names.count("seq") == 2 else "activations"
 
 
-def _alive(section: str, place: Place, num_layers: int) -> int:
-    """How many layers' worth of a section's saved tensors are whole as `place` begins."""
-    if place.section == "optimizer":
-        return 0
-    if section in FORWARD_SECTIONS and section != "layer":
-        if place.in_backward:
-            return int(section == "embed" or place.section == "loss_backward")
-        return int(FORWARD_SECTIONS.index(section) < FORWARD_SECTIONS.index(place.section))
-    last = num_layers - 1
-    first, end = {"first_layer": (0, 1), "layer": (1, last)}.get(section, (last, num_layers))
-    if place.in_backward:
-        done = first_finished(place, num_layers)
-    else:
-        done = {"embed": 0, "layer": place.layer}.get(place.section, num_layers)
-    return max(min(end, done) - first, 0)
+def _where(tensor: SavedTensor, num_layers: int) -> str:
+    section, layers = tensor.places[0].section, [place.layer for place in tensor.places]
+    if section != "layer" or len(layers) == num_layers:
+        return section
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layer_ranges(layers)}"
+
+
+def _is_alive(kept: Place, place: Place) -> bool:
+    """Whether what the forward keeps at `kept` is there as `place` begins."""
+    if place.section not in (*FORWARD_SECTIONS, *BACKWARD_SECTIONS):
+        return False
+    if not place.in_backward:
+        return _forward_order(kept) < _forward_order(place)
+    if place.section == "layer_backward":
+        return kept.section == "embed" or (kept.in_layer and kept.layer <= place.layer)
+    return place.section == "loss_backward" or kept.section == "embed"
+
+
+def _forward_order(place: Place) -> tuple[int, int]:
+    return FORWARD_SECTIONS.index(place.section), place.layer
 
 
 def _rest(rows: list[Entry], peak: Moment) -> Iterator[Entry]:
@@ -243,14 +249,14 @@ def formulas(
         + _over(ranks, shards_parameters),
         "optimizer": f"{spread if stage >= 1 else total} x {states}" + _over(ranks, stage >= 1),
         "gradients": f"{spread if stage >= 2 else total} x {sizes.gradient} B, what is alive in "
-        f"{_words(peak.position)}" + _over(ranks, stage >= 2, " once reduced"),
-        "gathered": f"whole parameters of the units in use in {_words(peak.position)}",
+        f"{_words(peak.place)}" + _over(ranks, stage >= 2, " once reduced"),
+        "gathered": f"whole parameters of the units in use in {_words(peak.place)}",
         "activations": f"tensors saved for backward: {tokens}, {layers}, traced from the real "
         f"module of transformers {template_versions(spec.family)['transformers']}",
         "attention": f"scores: {workload.micro_batch} x {spec.num_heads} heads x "
         f"{workload.sequence_length:,} squared, per layer",
         "logits": f"{tokens} x {spec.vocab_size:,} vocabulary, the copies alive at once",
-        "temporary": f"values in the middle of {_words(peak.position)}",
+        "temporary": f"values in the middle of {_words(peak.place)}",
         "workspace": "two cuBLAS workspaces: main and autograd thread",
         "rounding": "blocks larger than their tensor: 512 B steps, remainders up to 1 MiB unsplit",
     }
@@ -265,5 +271,6 @@ def _over(ranks: int, sharded: bool, suffix: str = "") -> str:
     return f" / {ranks} ranks{suffix}" if sharded and ranks > 1 else ""
 
 
-def _words(position: str) -> str:
-    return position.replace("_", " ").replace(":", ", ")
+def _words(place: Place) -> str:
+    words = place.section.replace("_", " ")
+    return f"{words} {place.layer}" if place.in_layer else words

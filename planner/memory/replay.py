@@ -6,23 +6,13 @@ are run: optimizer states appear in the first, and from the third on nothing cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from planner.memory.allocator import CachingAllocator
 from planner.memory.expandable import ExpandableAllocator
-from planner.memory.sections import (
-    COMPONENTS,
-    FORWARD_ABOVE,
-    FORWARD_BELOW,
-    LAST_INNER,
-    OWN_FORWARD,
-    PREVIOUS,
-    SECTIONS,
-    THIS,
-    Steps,
-)
+from planner.memory.groups import Place
+from planner.memory.sections import COMPONENTS, Row, StepSequence, allocations
 from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
@@ -32,6 +22,8 @@ NUM_STEPS = 3
 MAX_MICRO_BATCHES, MAX_UNREDUCED_MICRO_BATCHES = 2, 3
 _GRADIENTS = COMPONENTS.index("gradients")
 Blocks = list[Any]
+# (component, monomial, bytes) allocates, (what, None) releases, (group,) marks a first gradient.
+Action = tuple[Any, ...]
 
 
 class Memory:
@@ -100,86 +92,74 @@ class Replayed:
 
 
 class ModelReplay:
-    """Runs the traced sections of one model, with as many inner layers as it has."""
+    """Runs the traced sections of one model, layer by layer."""
 
     def __init__(
         self,
         spec: ModelSpec,
-        steps: Steps,
+        sequence: StepSequence,
         memory: Memory,
         engine: EngineReplay,
         micro_batch: int,
         sequence_length: int,
         sums_in_place: bool,
-        later_steps: Steps | None = None,
+        later_steps: StepSequence | None = None,
+        lora_rank: int = 0,
     ) -> None:
         """`later_steps`: of micro-batches that find gradients where the first found none."""
-        self._num_layers, self._engine = spec.num_layers, engine
+        self._engine, self._allocator = engine, memory.allocator
         self._sums_in_place = sums_in_place
-        self._allocator = memory.allocator
-        values = monomial_values(spec, steps.monomials, micro_batch, sequence_length)
+        monomials = sequence.steps.monomials
+        values = monomial_values(spec, monomials, micro_batch, sequence_length, lora_rank)
         sizes = [round(value * 2) for value in values.tolist()]  # halves: head_dim may be odd
-        self._first_rows = _sized_rows(steps, sizes)
-        self._later_rows = _sized_rows(later_steps, sizes) if later_steps else self._first_rows
-        self._rows = self._first_rows
+        self._forward, self._backward = tuple(sequence.forward()), tuple(sequence.backward())
+        self._first_actions = _actions(sequence, sizes)
+        self._later_actions = _actions(later_steps, sizes) if later_steps else self._first_actions
+        self._actions = self._first_actions
         # Autograd holds the head's share of a tied weight until the embedding's has been added.
         self._tied_row = (
-            _weight_gradient(steps, "loss_backward") if spec.tie_word_embeddings else -1
+            _weight_gradient(sequence, Place("loss_backward")) if spec.tie_word_embeddings else -1
         )
-        self._joining_row = _weight_gradient(steps, "embed_backward")
-        self._product_row = _first_product(steps)
+        self._joining_row = _weight_gradient(sequence, Place("embed_backward"))
+        self._product_row = _first_product(sequence)
         self._tied_block: Any = None
-        self._blocks: dict[tuple[str, int], Blocks] = {}
-        self._previous: Blocks = []
+        self._blocks: dict[Place, Blocks] = {}
 
     def micro_batch(self, is_first: bool, is_last: bool) -> None:
         """Run forward and backward once, as the step's first or last micro-batch."""
-        self._rows = self._first_rows if is_first else self._later_rows
+        self._actions = self._first_actions if is_first else self._later_actions
         self._engine.start_micro_batch(is_last)
-        last = self._num_layers - 1
-        self._run("embed", 0)
-        for layer in range(self._num_layers):
-            self._run(self._layer_name(layer), layer)
-        for section in ("head", "loss", "loss_backward"):
-            self._run(section, 0)
-        for layer in range(last, -1, -1):
-            self._run(self._layer_name(layer) + "_backward", layer)
-        self._run("embed_backward", 0)
+        for place in (*self._forward, *self._backward):
+            self._run(place)
 
-    def _layer_name(self, layer: int) -> str:
-        if layer == 0:
-            return "first_layer"
-        return "last_layer" if layer == self._num_layers - 1 else "layer"
-
-    def _run(self, section: str, layer: int) -> None:
-        self._engine.before(section, layer)
+    def _run(self, place: Place) -> None:
+        self._engine.before(place.section, place.layer)
         own: Blocks = []
-        self._blocks[_place(section), layer] = own
+        self._blocks[place] = own
         gradients: Blocks = []
-        for row in self._rows[section]:
-            if len(row) == 3:
-                self._allocate(section, row, own, gradients)
-            elif len(row) == 2:
-                for blocks in self._referred(section, layer, row[0], own):
-                    self._release(blocks, row[1])
+        for action in self._actions[place]:
+            if len(action) == 3:
+                self._allocate(place, action, own, gradients)
+            elif len(action) == 2:
+                for where, number in action[0]:
+                    self._release(self._blocks[where], number)
             else:
-                self._mark(section, row[0], layer)
-            if self._tied_block is not None and section == "embed_backward":
+                self._mark(place, action[0])
+            if self._tied_block is not None and place.section == "embed_backward":
                 self._join_tied(own, gradients)
-        self._previous = own
-        self._engine.after(section, layer, gradients)
+        self._engine.after(place.section, place.layer, gradients)
 
-    def _allocate(self, section: str, row: Sequence[int], own: Blocks, gradients: Blocks) -> None:
-        block = self._allocator.allocate(row[2]) if row[2] else None
-        if row[0] == _GRADIENTS:
+    def _allocate(self, place: Place, action: Action, own: Blocks, gradients: Blocks) -> None:
+        block = self._allocator.allocate(action[2]) if action[2] else None
+        if action[0] == _GRADIENTS:
             gradients.append(block)
-        if section == "loss_backward" and len(own) == self._tied_row:
+        if place.section == "loss_backward" and len(own) == self._tied_row:
             self._tied_block = block
-            if row[0] == _GRADIENTS:
+            if action[0] == _GRADIENTS:
                 gradients.pop()
             block = None
         own.append(block)
-        if section == "loss_backward" and len(own) == self._product_row + 1:
+        if place.section == "loss_backward" and len(own) == self._product_row + 1:
             self._engine.first_backward_product()
 
     def _release(self, blocks: Blocks, number: int) -> None:
@@ -187,9 +167,9 @@ class ModelReplay:
         if block is not None:
             self._allocator.release(block)
 
-    def _mark(self, section: str, group: int, layer: int) -> None:
-        if section != "loss_backward" or self._tied_row < 0:
-            self._engine.first_gradient(group, layer)
+    def _mark(self, place: Place, group: int) -> None:
+        if place.section != "loss_backward" or self._tied_row < 0:
+            self._engine.first_gradient(group, place.layer)
 
     def _join_tied(self, own: Blocks, gradients: Blocks) -> None:
         """Once the embedding's share exists both are summed, and what is left over is freed.
@@ -212,54 +192,29 @@ class ModelReplay:
         if total is not head_share:
             self._allocator.release(head_share)
 
-    def _referred(self, section: str, layer: int, code: int, own: Blocks) -> list[Blocks]:
-        if code == THIS:
-            return [own]
-        if code == PREVIOUS:
-            return [self._previous]
-        if code == OWN_FORWARD:
-            return [self._blocks["forward", layer]]
-        if code == FORWARD_ABOVE:
-            return [self._blocks["forward", layer + 1]]
-        if code == FORWARD_BELOW:
-            return [self._blocks["forward", layer - 1] if layer else self._blocks["embed", 0]]
-        if code == LAST_INNER:
-            return [self._blocks["forward", self._num_layers - 2]]
-        return self._absolute(SECTIONS[code])
 
-    def _absolute(self, section: str) -> list[Blocks]:
-        place, last = _place(section), self._num_layers - 1
-        if section.startswith("layer"):
-            return [self._blocks[place, layer] for layer in range(1, last)]
-        layer = last if section.startswith("last_layer") else 0
-        return [self._blocks[place, layer]]
+def _actions(sequence: StepSequence, doubled_sizes: list[int]) -> dict[Place, list[Action]]:
+    """The rows of every place with sizes in bytes and with the tensors that each releases."""
+    return {
+        place: [_action(sequence, place, row, doubled_sizes) for row in sequence.rows(place)]
+        for place in (*sequence.forward(), *sequence.backward())
+    }
 
 
-def _place(section: str) -> str:
-    """Layers of every kind share one place per direction."""
-    if "layer" not in section:
-        return section
-    return "backward" if section.endswith("_backward") else "forward"
-
-
-def _sized_rows(steps: Steps, doubled_sizes: list[int]) -> dict[str, list[tuple[int, ...]]]:
-    return {name: [_sized(row, doubled_sizes) for row in rows] for name, rows in steps.rows.items()}
-
-
-def _sized(row: Sequence[int], doubled_sizes: list[int]) -> tuple[int, ...]:
+def _action(sequence: StepSequence, place: Place, row: Row, doubled_sizes: list[int]) -> Action:
     if len(row) == 3:
         return (row[0], row[1], doubled_sizes[row[1]] * row[2] // 2)
-    return tuple(row)
+    return (sequence.released(place, row), None) if len(row) == 2 else (row[0],)
 
 
-def _weight_gradient(steps: Steps, section: str) -> int:
+def _weight_gradient(sequence: StepSequence, place: Place) -> int:
     """Which allocation of a section is the gradient of a vocabulary-sized weight: the last such.
 
     A loss in chunks adds to one buffer from the start: there it is the first.
     """
     found = -1
-    for number, row in enumerate(steps.allocations(section)):
-        names = steps.monomials[row[1]].split("*")
+    for number, row in enumerate(allocations(sequence.rows(place))):
+        names = sequence.steps.monomials[row[1]].split("*")
         if "chunk" in names and found >= 0:
             break
         if "vocab" in names and "seq" not in names and "chunk" not in names:
@@ -267,10 +222,10 @@ def _weight_gradient(steps: Steps, section: str) -> int:
     return found
 
 
-def _first_product(steps: Steps) -> int:
+def _first_product(sequence: StepSequence) -> int:
     """Which allocation of the loss's backward is the first product's: the first not of logits."""
-    for number, row in enumerate(steps.allocations("loss_backward")):
-        names = steps.monomials[row[1]].split("*")
+    for number, row in enumerate(allocations(sequence.rows(Place("loss_backward")))):
+        names = sequence.steps.monomials[row[1]].split("*")
         if len(names) > 1 and not {"vocab", "seq"} <= set(names):
             return number
     return -1

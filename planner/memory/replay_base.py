@@ -41,7 +41,7 @@ class EngineBase:
 
     def _take_workspace(self, section: str) -> None:
         # One per thread that multiplies: the main thread's here, autograd's at its first product.
-        if section == "first_layer":
+        if section == "layer":
             self._memory.take(("workspace", "forward"), self._workspace_bytes)
 
     def first_backward_product(self) -> None:

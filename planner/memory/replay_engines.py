@@ -11,10 +11,11 @@ from planner.memory.overheads import workspace_bytes
 from planner.memory.replay import EngineReplay, Memory, ModelReplay, Replayed, replay
 from planner.memory.replay_beside import BufferedEngine
 from planner.memory.replay_ddp import DdpReplay
+from planner.memory.replay_deepspeed import DeepSpeedReplay
 from planner.memory.replay_fsdp2 import Fsdp2Replay
 from planner.memory.replay_peakmark import PeakmarkReplay
 from planner.memory.replay_stages import StageReplay, replay_stage
-from planner.memory.templates import load_steps
+from planner.memory.templates import Traced, load_steps
 from planner.model import ModelSpec
 from planner.rank import RankSpec
 from planner.workload import Engine, Loss, Parallelism, Precision, TrainingWorkload
@@ -24,6 +25,7 @@ _REPLAYS: dict[Engine, Callable[..., EngineReplay]] = {
     Engine.FSDP2: Fsdp2Replay,
     Engine.DDP: DdpReplay,
     Engine.ZERO_REDUNDANCY: DdpReplay,
+    Engine.DEEPSPEED: DeepSpeedReplay,
 }
 
 
@@ -32,19 +34,19 @@ def replay_training(
     spec: ModelSpec,
     workload: TrainingWorkload,
     parallelism: Parallelism,
-    key: str,
+    template: Traced,
     hardware: Gpu | None,
     capacity_bytes: int | None = None,
     flying: int = 1,
 ) -> Replayed:
-    """Replay a plan's steps on rank 0; `key` is its template's (see `training.template_key`).
+    """Replay a plan's steps on rank 0; see `templates.traced`.
 
     `flying` micro-batches are in flight in a pipeline's stage.
 
     Raises ReplayedOutOfMemoryError where segments do not fit in `capacity_bytes`.
     """
     memory = Memory(capacity_bytes, workload.expandable_segments)
-    plan = spec, workload, parallelism, key, hardware, memory
+    plan = spec, workload, parallelism, template, hardware, memory
     if not isinstance(spec, RankSpec):
         model, engine = build_replay(*plan)
     else:
@@ -63,7 +65,7 @@ def build_replay(
     spec: ModelSpec,
     workload: TrainingWorkload,
     parallelism: Parallelism,
-    key: str,
+    template: Traced,
     hardware: Gpu | None,
     memory: Memory,
     model_kind: type[ModelReplay] = ModelReplay,
@@ -72,8 +74,8 @@ def build_replay(
     """Return model and engine of a plan's replay over `memory`; `watch` may stand between them."""
     kind = _REPLAYS[parallelism.engine]
     engine = watch(kind(spec, workload, parallelism, memory, workspace_bytes(hardware)))
-    gradients = "kept" if parallelism.engine is Engine.FSDP2 else "added"
-    steps = load_steps(spec.family, key, gradients)
+    gradients = "kept" if _keeps_gradients(workload, parallelism) else "added"
+    steps = load_steps(template, gradients)
     plan = workload, parallelism
     model = model_kind(
         spec,
@@ -83,9 +85,17 @@ def build_replay(
         workload.micro_batch,
         workload.sequence_length,
         sums_in_place=workload.precision is Precision.AUTOCAST or workload.loss is not Loss.HF,
-        later_steps=load_steps(spec.family, key, "added") if _adds_to_whole(*plan) else None,
+        lora_rank=workload.lora_rank,
+        later_steps=load_steps(template, "added") if _adds_to_whole(*plan) else None,
     )
     return model, engine
+
+
+def _keeps_gradients(workload: TrainingWorkload, parallelism: Parallelism) -> bool:
+    """Whether autograd's gradients stay, or are added to what the engine has and freed."""
+    if parallelism.engine is Engine.DEEPSPEED:
+        return parallelism.zero_stage == 1 and workload.grad_accumulation == 1
+    return parallelism.engine is Engine.FSDP2
 
 
 def _adds_to_whole(workload: TrainingWorkload, parallelism: Parallelism) -> bool:

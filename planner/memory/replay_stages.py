@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from planner.memory.replay import NUM_STEPS, Blocks, EngineReplay, Memory, ModelReplay, Replayed
-from planner.memory.sections import COMPONENTS, THIS, Steps
+from planner.memory.groups import Place
+from planner.memory.replay import (
+    NUM_STEPS,
+    Action,
+    Blocks,
+    EngineReplay,
+    Memory,
+    ModelReplay,
+    Replayed,
+)
+from planner.memory.sections import COMPONENTS, StepSequence
 from planner.rank import RankSpec
 
 _GRADIENTS = COMPONENTS.index("gradients")
@@ -19,48 +28,47 @@ class StageReplay(ModelReplay):
     large as the embedding's, and the gradient of its output.
     """
 
-    def __init__(self, spec: RankSpec, steps: Steps, *arguments: Any, **options: Any) -> None:
-        super().__init__(spec, steps, *arguments, **options)
-        for rows in (self._first_rows, self._later_rows):
-            for section in rows:
-                if not spec.runs(section) and section != "embed":
-                    rows[section] = _received(section, rows[section])
-        self._in_flight: dict[int, dict[tuple[str, int], Blocks]] = {}
+    def __init__(
+        self, spec: RankSpec, sequence: StepSequence, *arguments: Any, **options: Any
+    ) -> None:
+        super().__init__(spec, sequence, *arguments, **options)
+        for actions in (self._first_actions, self._later_actions):
+            for place in actions:
+                if not spec.runs(place.section) and place.section != "embed":
+                    actions[place] = _received(place, actions[place])
+        self._in_flight: dict[int, dict[Place, Blocks]] = {}
 
     def forward(self, index: int) -> None:
         """Run the forward of a step's micro-batch `index`."""
-        self._rows = self._first_rows
+        self._actions = self._first_actions
         self._blocks = self._in_flight[index] = {}
-        self._run("embed", 0)
-        for layer in range(self._num_layers):
-            self._run(self._layer_name(layer), layer)
-        for section in ("head", "loss"):
-            self._run(section, 0)
+        for place in self._forward:
+            self._run(place)
 
     def backward(self, index: int, is_last: bool) -> None:
         """Run its backward; the step's last micro-batch may reduce for all."""
-        self._rows = self._later_rows if index else self._first_rows
+        self._actions = self._later_actions if index else self._first_actions
         self._engine.start_micro_batch(is_last)
         self._blocks = self._in_flight.pop(index)
-        self._previous = self._blocks["loss", 0]
-        self._run("loss_backward", 0)
-        for layer in range(self._num_layers - 1, -1, -1):
-            self._run(self._layer_name(layer) + "_backward", layer)
-        self._run("embed_backward", 0)
+        for place in self._backward:
+            self._run(place)
 
 
-def _received(section: str, rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The rows of a section that another stage runs: only what outlives it, but for gradients."""
-    own = {row[1] for row in rows if len(row) == 2 and row[0] == THIS}
-    received: list[tuple[int, ...]] = []
+def _received(place: Place, actions: Sequence[Action]) -> list[Action]:
+    """What happens where another stage runs: only what outlives it, but for gradients."""
+    releases = [released for action in actions if len(action) == 2 for released in action[0]]
+    own = {number for where, number in releases if where == place}
+    received: list[Action] = []
     number = 0
-    for row in rows:
-        if len(row) == 3:
-            outlives = section == "loss_backward" and number not in own and row[0] != _GRADIENTS
-            received.append(row if outlives else (row[0], row[1], 0))
+    for action in actions:
+        if len(action) == 3:
+            outlives = (
+                place.section == "loss_backward" and number not in own and action[0] != _GRADIENTS
+            )
+            received.append(action if outlives else (action[0], action[1], 0))
             number += 1
         else:
-            received.append(row)
+            received.append(action)
     return received
 
 

@@ -20,11 +20,11 @@ from planner.memory.parallel import (
     rank_workload,
     stage_specs,
 )
+from planner.memory.templates import Traced, traced
 from planner.memory.training import (
     BesideAt,
     TrainingMemory,
     plan_segment_share,
-    template_key,
     training_grid,
     training_memory,
 )
@@ -154,7 +154,7 @@ def _stage_memory(
     plan = part, workload, parallelism, hardware
     if not is_split(parallelism):
         return training_memory(*plan, segment_share)
-    key = template_key(part, workload, workload.sequence_length)
+    key = traced(part, workload, workload.sequence_length)
     sizes = key, workload.micro_batch, workload.sequence_length
     cases = [beside_at(*sizes) for beside_at in _cases(part, workload, parallelism, flying)]
     if len(cases) > 1:
@@ -243,7 +243,7 @@ def _beside(
 ) -> BesideAt:
     """What is beside a stage's part of a model, for a template's key, batch and length."""
 
-    def beside_at(key: str, micro_batch: Any, sequence_length: Any) -> Beside:
+    def beside_at(key: Traced, micro_batch: Any, sequence_length: Any) -> Beside:
         kept = ledger.kept_parts(part, key, micro_batch, sequence_length) if num_others else {}
         return Beside(
             spec=part,

@@ -8,7 +8,7 @@ writes them from the real modules; nothing here is a formula of an architecture.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
@@ -17,19 +17,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planner.errors import PlanError
+from planner.memory.groups import Place
+from planner.memory.kinds import SLIDING, kind_set, layer_kinds
 from planner.memory.losses import chunk_tokens
 from planner.memory.sections import (
-    BACKWARD,
     COMPONENTS,
     FLAT_GROUPS,
-    FORWARD,
     Extent,
     LiveSet,
     Steps,
-    extent,
+    StepSequence,
 )
 from planner.model import ModelSpec
 from planner.rank import RankSpec
+from planner.workload import Loss, Precision, TrainingWorkload
 
 Floats = npt.NDArray[np.float64]
 
@@ -38,10 +40,19 @@ ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon", "deepseek_v2", "deepseek_v3
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor that the forward keeps for the backward, once per layer if in a layer section."""
+class Traced:
+    """Which template a model runs: its family, the variant's key, the kind of every layer."""
 
-    section: str
+    family: str
+    key: str
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor that the forward keeps for the backward, at each of `places`."""
+
+    places: tuple[Place, ...]
     module: str
     op: str
     shape: tuple[str, ...]
@@ -54,16 +65,14 @@ class SavedTensor:
 class Moments:
     """Live sets at the moments that can be a step's peak, as linear forms.
 
-    Bytes of component c at moment k = (constant[k, c] + inner * per_inner[k, c]) . monomials, where
-    `inner` is the number of layers that are neither first nor last. `position[k]` names where in
-    the step the moment lies; bit i of `flat_key[k]` says that flat gradient buffer i began before
-    it in its own section; `at_end[k]` marks the end of a section.
+    Bytes of component c at moment k = constant[k, c] . monomials. `place[k]` says where in the step
+    the moment lies; bit i of `flat_key[k]` says that flat gradient buffer i began before it in its
+    own section; `at_end[k]` marks the end of a section.
     """
 
     monomials: tuple[str, ...]
-    position: tuple[str, ...]
+    place: tuple[Place, ...]
     constant: Floats
-    per_inner: Floats
     flat_key: tuple[int, ...]
     at_end: tuple[bool, ...]
 
@@ -79,9 +88,10 @@ def _family_file(family: str) -> Mapping[str, Any]:
     return data
 
 
-def has_template(family: str, key: str) -> bool:
-    """Whether this variant of a family's training step has been traced."""
-    return has_templates(family) and key in _family_file(family)["templates"]
+def has_template(template: Traced) -> bool:
+    """Whether this variant of a family's training step has been traced, for any layers."""
+    family = template.family
+    return has_templates(family) and template.key in _family_file(family)["templates"]
 
 
 @cache
@@ -96,22 +106,32 @@ def template_versions(family: str) -> dict[str, str]:
     return {"transformers": data["transformers"], "torch": data["torch"]}
 
 
-def attention_variant(spec: ModelSpec, attention: str, compute: str, sequence_length: int) -> str:
-    """The traced attention variant that a model runs at a sequence length.
+def traced(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) -> Traced:
+    """The template that a workload runs at a sequence length; `mixed` computes in bf16."""
+    mixed = workload.precision is Precision.MIXED
+    compute = "bf16" if mixed else str(workload.precision)
+    kinds = layer_kinds(spec, workload, sequence_length)
+    attention = attention_variant(spec, str(workload.attention), compute, kinds)
+    attention += layout_suffix(spec, workload.micro_batch)
+    parts = [attention, compute, str(workload.checkpointing)]
+    if workload.loss is not Loss.HF:
+        parts.append(str(workload.loss))
+    if workload.lora_rank:
+        parts.append(f"lora_{workload.lora_targets}")
+    return Traced(spec.family, "/".join(parts), kinds)
 
-    transformers gives SDPA a mask, and expands K and V for it, once a sliding window is not longer
-    than the sequence (`masking_utils._ignore_causal_mask_sdpa`); eager attention and masked SDPA
-    copy K and V unless every query head has its own. In fp32, SDPA has no fused kernel for grouped
-    heads and keeps the scores.
+
+def attention_variant(spec: ModelSpec, attention: str, compute: str, kinds: Sequence[str]) -> str:
+    """The traced attention variant of a model with these kinds of layers.
+
+    Eager attention, and SDPA with the mask of a sliding window, copy K and V unless every query
+    head has its own. In fp32, SDPA has no fused kernel for grouped heads and keeps the scores.
     """
-    variant = attention
-    window = spec.sliding_window
-    if attention == "sdpa" and window and any(spec.sliding_layers) and sequence_length >= window:
-        variant = "sdpa_masked"
-    told_apart = variant in ("eager", "sdpa_masked") or (variant, compute) == ("sdpa", "fp32")
+    masked = attention == "sdpa" and any(SLIDING in kind for kind in kinds)
+    told_apart = attention == "eager" or masked or (attention, compute) == ("sdpa", "fp32")
     if told_apart and spec.family not in ONE_GROUPING and spec.num_heads == spec.num_kv_heads:
-        variant += "_mha"
-    return variant
+        return attention + "_mha"
+    return attention
 
 
 def layout_suffix(spec: ModelSpec, micro_batch: int) -> str:
@@ -126,29 +146,54 @@ def layout_suffix(spec: ModelSpec, micro_batch: int) -> str:
 
 
 @lru_cache(maxsize=512)
-def load_steps(family: str, key: str, gradients: str) -> Steps:
-    """The traced rows of one template; `gradients` is "kept" or "added" (see `runners.trace`)."""
+def _steps(family: str, key: str, kinds: str, gradients: str) -> Steps:
     data = _family_file(family)
-    index = data["templates"][key]
+    index = data["templates"].get(key, {}).get(kinds)
+    if index is None:
+        sentence = (
+            f"workload: a model with the kinds of layers {kinds} has not been traced for "
+            f"{family} with {key.replace('/', ', ')}."
+        )
+        raise PlanError("workload", kinds, "kinds that have been traced", sentence=sentence)
     numbers = {**index["forward"], **index[gradients]}
-    rows = {name: data["sections"][i] for name, i in numbers.items()}
-    return Steps(tuple(data["monomials"]), rows)
+    return Steps(
+        monomials=tuple(data["monomials"]),
+        rows={name: data["sections"][i] for name, i in numbers.items()},
+        exports={name: data["sections"][i] for name, i in index[f"{gradients}_exports"].items()},
+        late={name: data["sections"][i] for name, i in index["late"].items()},
+        holders={int(number): kinds for number, kinds in index["holders"].items()},
+    )
 
 
 @lru_cache(maxsize=512)
-def load_moments(family: str, key: str, gradients: str) -> Moments:
-    """The moments of one template that can be a peak; arguments as for `load_steps`."""
-    steps = load_steps(family, key, gradients)
-    return _compile({name: extent(steps, name) for name in (*FORWARD, *BACKWARD)})
+def load_steps(template: Traced, gradients: str) -> StepSequence:
+    """The traced rows of a model's step; `gradients` is "kept" or "added" (see `runners.trace`).
+
+    Raises PlanError where its pattern of layers has not been traced.
+    """
+    steps = _steps(template.family, template.key, kind_set(template.kinds), gradients)
+    return StepSequence(steps, template.kinds)
 
 
 @lru_cache(maxsize=512)
-def load_saved(family: str, key: str) -> tuple[SavedTensor, ...]:
-    """The tensors one template keeps between forward and backward."""
-    data = _family_file(family)
+def load_moments(template: Traced, gradients: str) -> Moments:
+    """The moments of a model's step that can be a peak; arguments as for `load_steps`."""
+    return _Compiler(load_steps(template, gradients)).moments()
+
+
+@lru_cache(maxsize=512)
+def load_saved(template: Traced) -> tuple[SavedTensor, ...]:
+    """The tensors that a model keeps between forward and backward; layers of one kind together."""
+    data = _family_file(template.family)
+    index = data["templates"][template.key][kind_set(template.kinds)]["saved"]
+    sequence = load_steps(template, "kept")
+    places: dict[tuple[str, int], list[Place]] = {}
+    for place in sequence.forward():
+        number = sequence.look_up(index, place)
+        places.setdefault((place.section, number), []).append(place)
     return tuple(
         SavedTensor(
-            section=section,
+            places=tuple(members),
             module=row[0],
             op=row[1],
             shape=tuple(row[2]),
@@ -156,8 +201,8 @@ def load_saved(family: str, key: str) -> tuple[SavedTensor, ...]:
             monomial=data["monomials"][row[4]],
             coefficient_bytes=row[5],
         )
-        for section, i in data["templates"][key]["saved"].items()
-        for row in data["sections"][i]
+        for (_, number), members in places.items()
+        for row in data["sections"][number]
     )
 
 
@@ -191,7 +236,11 @@ def _latent_sizes(spec: ModelSpec) -> dict[str, float]:
 
 
 def monomial_values(
-    spec: ModelSpec, monomials: tuple[str, ...], micro_batch: Any, sequence_length: Any
+    spec: ModelSpec,
+    monomials: tuple[str, ...],
+    micro_batch: Any,
+    sequence_length: Any,
+    lora_rank: int = 0,
 ) -> Floats:
     """Evaluate monomials: shape [len(monomials), *broadcast of batch and sequence]."""
     sizes: dict[str, Any] = {
@@ -209,7 +258,7 @@ def monomial_values(
         "ffn": spec.intermediate_size,
         "vocab": spec.vocab_size,
         "positions": spec.position_rows,
-        "layers": spec.num_layers,
+        "lora_rank": lora_rank,
         "chunk": chunk_tokens(micro_batch * sequence_length, spec.vocab_size),
     }
     one = np.ones(np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length)))
@@ -223,52 +272,66 @@ def monomial_values(
 
 
 class _Compiler:
-    """Walks the sections in the order of a step and collects absolute live sets."""
+    """Walks the places of a step in order and collects absolute live sets."""
 
-    def __init__(self, extents: Mapping[str, Extent]) -> None:
-        self._extents = extents
-        live_sets = [live for e in extents.values() for live in (e.net, *e.peaks)]
+    def __init__(self, sequence: StepSequence) -> None:
+        self._sequence = sequence
+        self._places = (*sequence.forward(), *sequence.backward())
+        self._extents = [sequence.extent(place) for place in self._places]
+        self._distinct = {id(extent): extent for extent in self._extents}
+        live_sets = [live for e in self._distinct.values() for live in (e.net, *e.peaks)]
         names = {monomial for live in live_sets for _, monomial in live}
-        self.monomials = tuple(sorted(names - set(FLAT_GROUPS)))
-        self._column = {name: i for i, name in enumerate(self.monomials)}
-        shape = (len(COMPONENTS), len(self.monomials))
-        self._live, self._live_inner = np.zeros(shape), np.zeros(shape)
-        self.rows: list[tuple[str, Floats, Floats, int, bool]] = []
+        self._monomials = tuple(sorted(names - set(FLAT_GROUPS)))
+        self._column = {name: i for i, name in enumerate(self._monomials)}
+        self._rows: list[tuple[Place, Floats, int, bool]] = []
 
-    def visit(self, name: str) -> None:
-        """Add a section's moments at the present state, and advance the state past it."""
-        if name in ("layer", "layer_backward"):
-            self._visit_inner(name)
-        else:
-            self._moments(name, name)
-            self._live = self._live + self._net(name)
+    def moments(self) -> Moments:
+        """The moments of the places that can decide a peak, over the state they begin from."""
+        nets = {key: self._net(extent) for key, extent in self._distinct.items()}
+        peaks = {key: self._peaks(extent) for key, extent in self._distinct.items()}
+        decisive = self._decisive_layers()
+        live = np.zeros((len(COMPONENTS), len(self._monomials)))
+        for place, extent in zip(self._places, self._extents, strict=True):
+            if not place.in_layer or place.layer in decisive:
+                for dense, flat_key, at_end in peaks[id(extent)]:
+                    self._rows.append((place, live + dense, flat_key, at_end))
+            live = live + nets[id(extent)]
+        place_of, constant, flat_key_of, at_end_of = zip(*self._rows, strict=True)
+        return Moments(self._monomials, place_of, np.array(constant), flat_key_of, at_end_of)
 
-    def _visit_inner(self, name: str) -> None:
-        """Inner layers rise or fall by the same step, so only the first and last of them count."""
-        net = self._net(name)
-        self._moments(name, f"{name}:first")
-        self._live, self._live_inner = self._live - net, self._live_inner + net
-        self._moments(name, f"{name}:last")
-        self._live = self._live + net
+    def _decisive_layers(self) -> set[int]:
+        """Layers that can decide a peak.
 
-    def _moments(self, name: str, position: str) -> None:
-        section = self._extents[name]
-        for live in section.peaks:
-            self._add(position, live, at_end=False)
-        self._add(position, section.net, at_end=True)
+        Where the same run of layers repeats, memory rises or falls by the same step each time, so
+        of each layer in the run only the first and the last repetition can be the highest.
+        """
+        last = self._sequence.last
+        forward = [id(extent) for extent in self._extents[1 : last + 2]]
+        backward = [id(extent) for extent in reversed(self._extents[-last - 2 : -1])]
+        run = list(zip(forward, backward, strict=True))
+        layers_of: dict[Any, list[int]] = {}
+        for layer, identity in enumerate(run):
+            layers_of.setdefault(identity, []).append(layer)
+        decisive = set()
+        for layers in layers_of.values():
+            decisive |= {layers[0], layers[-1]}
+            for before, layer, after in zip(layers, layers[1:], layers[2:], strict=False):
+                if run[before:layer] != run[layer:after]:
+                    decisive.add(layer)
+        return decisive
 
-    def _add(self, position: str, live: LiveSet, at_end: bool) -> None:
-        dense, flat_key = self._dense(live)
-        self.rows.append((position, self._live + dense, self._live_inner, flat_key, at_end))
+    def _peaks(self, extent: Extent) -> list[tuple[Floats, int, bool]]:
+        moments = [(*self._dense(live), False) for live in extent.peaks]
+        return [*moments, (*self._dense(extent.net), True)]
 
-    def _net(self, name: str) -> Floats:
-        net = self._dense(self._extents[name].net)[0]
+    def _net(self, extent: Extent) -> Floats:
+        net = self._dense(extent.net)[0]
         # What becomes of a finished gradient is the engine's affair (see `states`).
         net[COMPONENTS.index("gradients")] = 0.0
         return net
 
     def _dense(self, live: LiveSet) -> tuple[Floats, int]:
-        dense = np.zeros((len(COMPONENTS), len(self.monomials)))
+        dense = np.zeros((len(COMPONENTS), len(self._monomials)))
         flat_key = 0
         for (component, monomial), size_bytes in live.items():
             if monomial in FLAT_GROUPS:
@@ -276,18 +339,3 @@ class _Compiler:
             else:
                 dense[COMPONENTS.index(component), self._column[monomial]] += size_bytes
         return dense, flat_key
-
-
-def _compile(extents: Mapping[str, Extent]) -> Moments:
-    compiler = _Compiler(extents)
-    for name in (*FORWARD, *BACKWARD):
-        compiler.visit(name)
-    position, constant, per_inner, flat_key, at_end = zip(*compiler.rows, strict=True)
-    return Moments(
-        monomials=compiler.monomials,
-        position=position,
-        constant=np.array(constant),
-        per_inner=np.array(per_inner),
-        flat_key=flat_key,
-        at_end=at_end,
-    )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from planner.memory.groups import Place, place_of
+from planner.memory.groups import Place
 from planner.memory.sections import COMPONENTS, FLAT_GROUPS
 from planner.memory.states import HeldGroup, Parts
 from planner.memory.templates import Moments, monomial_values
@@ -19,23 +19,14 @@ from planner.rank import RankSpec
 OPTIMIZER_STEP = "optimizer"
 # Bytes by part of what is alive at a place beside the model's and the engine's own tensors.
 PartsAt = Callable[[Place], Parts]
-# The phases people read, in the order of a step, and the positions that belong to each.
-PHASES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "forward": (
-        "Forward",
-        ("embed", "first_layer", "layer:first", "layer:last", "last_layer", "head"),
-    ),
-    "loss_forward": ("Logits and loss", ("loss",)),
-    "loss_backward": ("Loss backward", ("loss_backward",)),
-    "backward_first": (
-        "Backward of the last layers",
-        ("last_layer_backward", "layer_backward:first"),
-    ),
-    "backward_last": (
-        "Backward of the first layers",
-        ("layer_backward:last", "first_layer_backward", "embed_backward"),
-    ),
-    "optimizer": ("Optimizer step", (OPTIMIZER_STEP,)),
+# The phases people read, in the order of a step.
+PHASES: Mapping[str, str] = {
+    "forward": "Forward",
+    "loss_forward": "Logits and loss",
+    "loss_backward": "Loss backward",
+    "backward_first": "Backward of the last layers",
+    "backward_last": "Backward of the first layers",
+    "optimizer": "Optimizer step",
 }
 
 
@@ -59,9 +50,9 @@ class EngineStates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One moment of a step: its position and its bytes by part."""
+    """One moment of a step: where in it, and its bytes by part."""
 
-    position: str
+    place: Place
     parts: Parts
 
     @property
@@ -70,17 +61,20 @@ class Moment:
         return float(sum(self.parts.values()))
 
 
-def phase_of(position: str) -> str:
-    """The phase that a position of the step belongs to."""
-    return next(name for name, (_, positions) in PHASES.items() if position in positions)
+def phase_of(place: Place, num_layers: int) -> str:
+    """The phase that a place of the step belongs to; the backward's has two halves."""
+    if place.section == "layer_backward":
+        return "backward_first" if 2 * place.layer >= num_layers else "backward_last"
+    named = {"loss": "loss_forward", "embed_backward": "backward_last"}
+    named |= {name: name for name in ("loss_backward", OPTIMIZER_STEP)}
+    return named.get(place.section, "forward")
 
 
 @lru_cache(maxsize=512)
-def _rows_by_position(positions: tuple[str, ...], has_inner: bool) -> dict[str, list[int]]:
-    rows: dict[str, list[int]] = {}
-    for row, position in enumerate(positions):
-        if has_inner or not position.startswith("layer"):
-            rows.setdefault(position, []).append(row)
+def _rows_by_place(places: tuple[Place, ...]) -> dict[Place, list[int]]:
+    rows: dict[Place, list[int]] = {}
+    for row, place in enumerate(places):
+        rows.setdefault(place, []).append(row)
     return rows
 
 
@@ -95,48 +89,46 @@ class Timeline:
         micro_batch: Any,
         sequence_length: Any,
         beside: PartsAt | None = None,
+        lora_rank: int = 0,
     ) -> None:
         self._moments, self._states, self._beside = moments, states, beside
         self._num_layers = spec.num_layers
-        inner = spec.num_layers - 2
-        values = monomial_values(spec, moments.monomials, micro_batch, sequence_length)
-        forms = moments.constant + inner * moments.per_inner
-        self._live: Any = np.tensordot(forms, values, axes=1)
+        values = monomial_values(spec, moments.monomials, micro_batch, sequence_length, lora_rank)
+        self._live: Any = np.tensordot(moments.constant, values, axes=1)
         self._live_total: Any = self._live.sum(axis=1)
         self._persistent = states.persistent()
-        self._engine_totals: dict[tuple[str, int, bool], Any] = {}
-        rows = _rows_by_position(moments.position, inner >= 1)
+        self._engine_totals: dict[tuple[Place, int, bool], Any] = {}
+        rows = _rows_by_place(moments.place)
         if isinstance(spec, RankSpec):
-            rows = {name: found for name, found in rows.items() if spec.runs(name)}
+            rows = {place: r for place, r in rows.items() if spec.runs(place.section)}
         self._rows = rows
 
     def highest(self) -> dict[str, Moment]:
         """The highest moment of every phase (scalars only)."""
-        best: dict[str, tuple[float, str, int]] = {}
-        for position, rows in self._rows.items():
-            totals = [float(self._total(position, row)) for row in rows]
+        best: dict[str, tuple[float, Place, int]] = {}
+        for place, rows in self._rows.items():
+            totals = [float(self._total(place, row)) for row in rows]
             top = int(np.argmax(totals))
-            candidate = (totals[top], position, rows[top])
-            phase = phase_of(position)
+            candidate = (totals[top], place, rows[top])
+            phase = phase_of(place, self._num_layers)
             best[phase] = max(best.get(phase, candidate), candidate)
-        found = {phase: self._moment(position, row) for phase, (_, position, row) in best.items()}
-        found[OPTIMIZER_STEP] = Moment(OPTIMIZER_STEP, self._optimizer_parts())
+        found = {phase: self._moment(place, row) for phase, (_, place, row) in best.items()}
+        found[OPTIMIZER_STEP] = Moment(Place(OPTIMIZER_STEP), self._optimizer_parts())
         return {name: found[name] for name in PHASES if name in found}
 
     def peak_bytes(self) -> Any:
         """The highest total over all moments, elementwise over arrays of plans."""
         peak = sum(self._optimizer_parts().values())
-        for position, rows in self._rows.items():
+        for place, rows in self._rows.items():
             for row in rows:
-                peak = np.maximum(peak, self._total(position, row))
+                peak = np.maximum(peak, self._total(place, row))
         return peak
 
     def _optimizer_parts(self) -> Parts:
         return add_parts(self._persistent, self._states.optimizer_step())
 
-    def _engine_parts(self, position: str, row: int) -> Parts:
+    def _engine_parts(self, place: Place, row: int) -> Parts:
         states, moments = self._states, self._moments
-        place = place_of(position, self._num_layers)
         parts = add_parts(self._persistent, states.at(place))
         if self._beside is not None:
             parts = add_parts(parts, self._beside(place))
@@ -150,19 +142,19 @@ class Timeline:
             parts = add_parts(parts, states.at_section_end(place))
         return parts
 
-    def _total(self, position: str, row: int) -> Any:
-        return self._live_total[row] + self._engine_total(position, row)
+    def _total(self, place: Place, row: int) -> Any:
+        return self._live_total[row] + self._engine_total(place, row)
 
-    def _engine_total(self, position: str, row: int) -> Any:
+    def _engine_total(self, place: Place, row: int) -> Any:
         # Moments of one section differ in the model's tensors; the engine's change once or twice.
-        key = (position, self._moments.flat_key[row], self._moments.at_end[row])
+        key = (place, self._moments.flat_key[row], self._moments.at_end[row])
         if key not in self._engine_totals:
-            self._engine_totals[key] = sum(self._engine_parts(position, row).values())
+            self._engine_totals[key] = sum(self._engine_parts(place, row).values())
         return self._engine_totals[key]
 
-    def _moment(self, position: str, row: int) -> Moment:
+    def _moment(self, place: Place, row: int) -> Moment:
         live = dict(zip(COMPONENTS, self._live[row].tolist(), strict=True))
-        return Moment(position, add_parts(self._engine_parts(position, row), live))
+        return Moment(place, add_parts(self._engine_parts(place, row), live))
 
 
 def add_parts(*many: Parts) -> Parts:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.memory.groups import Place
 from planner.memory.parallel import is_split
-from planner.memory.replay import Blocks, EngineReplay, Memory, ModelReplay, replay
+from planner.memory.replay import Action, Blocks, EngineReplay, Memory, ModelReplay, replay
 from planner.memory.replay_engines import build_replay
 from planner.memory.sections import COMPONENTS
 from planner.memory.step_sections import section_label, section_words
-from planner.memory.training import MIN_REPLAYED_LAYERS, template_key
+from planner.memory.templates import traced
 from planner.plan import Plan
 from planner.workload import TrainingWorkload
 
@@ -64,8 +65,6 @@ def why_no_timeline(plan: Plan) -> str | None:
     """Return why a plan's step is not replayed, as a sentence; None where it is."""
     if not isinstance(plan.workload, TrainingWorkload):
         return "Serving has no training step."
-    if plan.model.num_layers < MIN_REPLAYED_LAYERS:
-        return f"A step is replayed from {MIN_REPLAYED_LAYERS} layers on."
     if is_split(plan.parallelism):
         return "The step of a split model is predicted by its phases only."
     return None
@@ -82,7 +81,7 @@ def step_timeline(plan: Plan) -> tuple[Section, ...]:
         raise ValueError(reason)
     series = _Series()
     memory = _NamedMemory(workload.expandable_segments, _whole_is(plan))
-    key = template_key(plan.model, workload, workload.sequence_length)
+    key = traced(plan.model, workload, workload.sequence_length)
     model, engine = build_replay(
         *(plan.model, workload, plan.parallelism, key, plan.hardware, memory),
         model_kind=_NamedModel,
@@ -152,10 +151,10 @@ class _NamedMemory(Memory):
 class _NamedModel(ModelReplay):
     """Runs the traced sections and names every tensor by its row's component."""
 
-    def _allocate(self, section: str, row: Any, own: Blocks, gradients: Blocks) -> None:
+    def _allocate(self, place: Place, action: Action, own: Blocks, gradients: Blocks) -> None:
         named: Any = self._allocator
-        named.component = COMPONENTS[row[0]]
-        super()._allocate(section, row, own, gradients)
+        named.component = COMPONENTS[action[0]]
+        super()._allocate(place, action, own, gradients)
         named.component = "gradients"  # two shares of one weight, summed
 
 

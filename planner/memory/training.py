@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from planner.hardware import Gpu
 from planner.memory import ledger
+from planner.memory.adapters import adapters_of
 from planner.memory.allocator import ReplayedOutOfMemoryError
 from planner.memory.beside import Beside
 from planner.memory.ddp import DdpStates
+from planner.memory.deepspeed import DeepSpeedStates
 from planner.memory.fsdp2 import Fsdp2States
-from planner.memory.groups import place_of
+from planner.memory.kinds import SLIDING
 from planner.memory.overheads import (
     TYPICAL_SEGMENT_SHARE,
     Outside,
@@ -29,7 +31,7 @@ from planner.memory.replay import Replayed
 from planner.memory.replay_engines import replay_training
 from planner.memory.sections import COMPONENTS
 from planner.memory.states import PeakmarkStates
-from planner.memory.templates import attention_variant, layout_suffix, load_moments
+from planner.memory.templates import Traced, load_moments, traced
 from planner.memory.timeline import (
     PHASES,
     EngineStates,
@@ -39,7 +41,7 @@ from planner.memory.timeline import (
     phase_of,
 )
 from planner.model import ModelSpec
-from planner.workload import Engine, Loss, Parallelism, Precision, TrainingWorkload
+from planner.workload import Checkpointing, Engine, Parallelism, Precision, TrainingWorkload
 
 PARTS = (
     "parameters",
@@ -50,16 +52,15 @@ PARTS = (
     "workspace",
     "rounding",
 )
-# Fewer layers have no inner one to stand for the rest.
-MIN_REPLAYED_LAYERS = 3
 # What an array of 64-bit integers can hold with the overheads on top; no plan that runs comes near.
 _MOST_GRID_BYTES = 2.0**62
-BesideAt = Callable[[str, Any, Any], Beside]
+BesideAt = Callable[[Traced, Any, Any], Beside]
 _STATES: dict[Engine, Callable[..., EngineStates]] = {
     Engine.PEAKMARK: PeakmarkStates,
     Engine.FSDP2: Fsdp2States,
     Engine.DDP: DdpStates,
     Engine.ZERO_REDUNDANCY: DdpStates,
+    Engine.DEEPSPEED: DeepSpeedStates,
 }
 
 
@@ -68,6 +69,7 @@ class TrainingMemory:
     """A predicted step: the peak, the highest moment of each phase, the ledger at the peak."""
 
     peak: Moment
+    num_layers: int
     by_phase: dict[str, Moment]
     overheads: Overheads
     entries: tuple[ledger.Entry, ...]
@@ -81,7 +83,7 @@ class TrainingMemory:
     @property
     def peak_phase(self) -> str:
         """The phase in which the peak lies."""
-        return phase_of(self.peak.position)
+        return phase_of(self.peak.place, self.num_layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the `memory` object of a prediction."""
@@ -113,29 +115,21 @@ def whole_parts(moment: Moment) -> dict[str, int]:
 def _phase_row(name: str, moment: Moment) -> dict[str, Any]:
     return {
         "name": name,
-        "label": PHASES[name][0],
+        "label": PHASES[name],
         "allocated_bytes": round(moment.total_bytes),
         "parts": {part: size for part, size in whole_parts(moment).items() if size},
     }
 
 
-def template_key(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) -> str:
-    """The key of the traced template that a workload runs; `mixed` computes in bf16."""
-    mixed = workload.precision is Precision.MIXED
-    compute = "bf16" if mixed else str(workload.precision)
-    attention = attention_variant(spec, str(workload.attention), compute, sequence_length)
-    attention += layout_suffix(spec, workload.micro_batch)
-    loss = () if workload.loss is Loss.HF else (str(workload.loss),)
-    return "/".join((attention, compute, str(workload.checkpointing), *loss))
-
-
 def attention_notes(spec: ModelSpec, workload: TrainingWorkload) -> tuple[str, ...]:
     """Say where the chosen attention keeps more than its name promises."""
-    variant = template_key(spec, workload, workload.sequence_length).split("/")[0]
-    if variant.startswith("sdpa_masked"):
+    template = traced(spec, workload, workload.sequence_length)
+    variant, masked = template.key.split("/")[0], sum(SLIDING in kind for kind in template.kinds)
+    if variant.startswith("sdpa") and masked:
+        every = "every layer" if masked == spec.num_layers else f"each of {masked} layers"
         return (
-            f"From {spec.sliding_window:,} tokens on the sliding window gives SDPA a mask: every "
-            "layer keeps it (sequence squared) and copies keys and values to all query heads.",
+            f"From {spec.sliding_window:,} tokens on the sliding window gives SDPA a mask: {every} "
+            "keeps it (sequence squared) and copies keys and values to all query heads.",
         )
     if spec.family == "falcon" and variant.startswith("sdpa"):
         return (
@@ -177,7 +171,14 @@ def _states(
         world_size,
         accumulates=beside.finds_gradients if beside else workload.grad_accumulation > 1,
         **({} if workload.sync_each_micro_batch else {"syncs": False}),
+        **({"adapters": adapters_of(spec, workload)} if workload.lora_rank else {}),
+        **({"recomputes": True} if _recomputes(engine, workload) else {}),
     )
+
+
+def _recomputes(engine: Engine, workload: TrainingWorkload) -> bool:
+    """Whether the engine fetches parameters once more for a recomputed forward."""
+    return engine is Engine.DEEPSPEED and workload.checkpointing is Checkpointing.FULL
 
 
 def training_memory(
@@ -196,10 +197,10 @@ def training_memory(
     two milliseconds). `hardware` decides the size of library workspaces; without it Hopper's.
     `beside` and `flying`: what is beside a split model's tensors, and its micro-batches in flight.
     """
-    key = template_key(spec, workload, workload.sequence_length)
+    template = traced(spec, workload, workload.sequence_length)
     stage, world_size = parallelism.zero_stage, parallelism.world_size
     states = _states(spec, workload, parallelism.engine, stage, world_size, beside)
-    moments = load_moments(spec.family, key, states.gradients)
+    moments = load_moments(template, states.gradients)
     timeline = Timeline(
         spec,
         moments,
@@ -209,14 +210,14 @@ def training_memory(
         beside=beside.parts if beside else None,
     )
     by_phase = {
-        name: Moment(moment.position, {**moment.parts, "workspace": workspace_bytes(hardware)})
+        name: Moment(moment.place, {**moment.parts, "workspace": workspace_bytes(hardware)})
         for name, moment in timeline.highest().items()
     }
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
     gpus = parallelism.world_size * group_size(parallelism)
     outside = outside_bytes(workload, parallelism.engine, gpus, hardware)
-    if segment_share is None and spec.num_layers >= MIN_REPLAYED_LAYERS:
-        replayed = _replay(spec, workload, parallelism, key, hardware, outside, flying)
+    if segment_share is None:
+        replayed = _replay(spec, workload, parallelism, template, hardware, outside, flying)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
         by_phase = {
             name: peak if moment is formula_peak else _no_higher(moment, peak)
@@ -228,11 +229,12 @@ def training_memory(
         over = Overheads.estimated(round(peak.total_bytes), outside, share)
     return TrainingMemory(
         peak=peak,
+        num_layers=spec.num_layers,
         by_phase=by_phase,
         overheads=over,
         entries=ledger.entries(
-            *(spec, workload, parallelism, states, peak, key),
-            others=beside.entries(place_of(peak.position, spec.num_layers)) if beside else (),
+            *(spec, workload, parallelism, states, peak, template),
+            others=beside.entries(peak.place) if beside else (),
         ),
         formulas=ledger.formulas(spec, workload, parallelism, peak),
     )
@@ -242,13 +244,13 @@ def _replay(
     spec: ModelSpec,
     workload: TrainingWorkload,
     parallelism: Parallelism,
-    key: str,
+    template: Traced,
     hardware: Gpu | None,
     outside: Outside,
     flying: int,
 ) -> Replayed:
     """Replay within the GPU's memory; where that is too small, without an end, to say by how much."""
-    plan = (spec, workload, parallelism, key, hardware)
+    plan = (spec, workload, parallelism, template, hardware)
     if hardware is not None:
         held = outside.context_bytes + outside.nccl_bytes
         with suppress(ReplayedOutOfMemoryError):
@@ -262,7 +264,7 @@ def _rounded_to_blocks(peak: Moment, allocated_bytes: int) -> Moment:
     more = allocated_bytes - round(peak.total_bytes)
     # Where the formulas add what does not quite coincide, the replay says so: less is temporary.
     return Moment(
-        peak.position, add_parts(peak.parts, {"rounding" if more > 0 else "temporary": more})
+        peak.place, add_parts(peak.parts, {"rounding" if more > 0 else "temporary": more})
     )
 
 
@@ -311,14 +313,14 @@ def training_grid(
     peak = np.zeros(shape)
     worlds = np.array(world_sizes, dtype=np.int64)[:, None, None]
     batches = np.array(micro_batches, dtype=np.float64)[:, None]
-    keys = [template_key(spec, workload, length) for length in sequence_lengths]
+    keys = [traced(spec, workload, length) for length in sequence_lengths]
     for key in set(keys):
         columns = [i for i, other in enumerate(keys) if other == key]
         lengths = np.array([sequence_lengths[i] for i in columns], dtype=np.float64)
         for row, stage in enumerate(zero_stages):
             beside = beside_at(key, batches, lengths) if beside_at else None
             states = _states(spec, workload, engine, stage, worlds, beside)
-            moments = load_moments(spec.family, key, states.gradients)
+            moments = load_moments(key, states.gradients)
             parts_at = beside.parts if beside else None
             timeline = Timeline(spec, moments, states, batches, lengths, parts_at)
             peak[row][..., columns] = timeline.peak_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import transformers
 import planner.memory
 from runners.trace.graft import loss_templates
 from runners.trace.template import build_template
-from runners.trace.variants import FAMILIES, variants
+from runners.trace.variants import FAMILIES, adapter_variants, variants
 
 FOLDER = Path(planner.memory.__file__).parent / "templates"
 
@@ -23,6 +22,7 @@ def write_family(family: str, folder: Path = FOLDER) -> Path:
     """Trace every variant of a family and write its template file; returns the path."""
     traced = {variant: build_template(variant) for variant in variants(family)}
     traced |= loss_templates(traced, build_template)
+    traced |= {variant: build_template(variant) for variant in adapter_variants(family)}
     templates = {variant.key: template for variant, template in traced.items()}
     return write_templates(family, templates, folder)
 
@@ -37,11 +37,8 @@ def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: P
     }
     pool, names = _Pool(), _Pool()
     index = {
-        key: {
-            part: {name: pool.add(_numbered(section, names)) for name, section in sections.items()}
-            for part, sections in template.items()
-        }
-        for key, template in templates.items()
+        key: {kinds: _indexed(template, pool, names) for kinds, template in by_kinds.items()}
+        for key, by_kinds in templates.items()
     }
     lines = ",\n".join(f"{json.dumps(key)}: {_compact(value)}" for key, value in index.items())
     sections = ",\n".join(pool.items)
@@ -50,6 +47,17 @@ def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: P
         f'"sections": [\n{sections}\n], "templates": {{\n{lines}\n}}}}\n'
     )
     return path
+
+
+def _indexed(template: dict[str, Any], pool: _Pool, names: _Pool) -> dict[str, Any]:
+    """Replace every section of a template by its number in the pool."""
+    numbered: dict[str, Any] = {"holders": template["holders"]}
+    for part in ("forward", "kept", "added", "saved"):
+        sections = template[part].items()
+        numbered[part] = {name: pool.add(_numbered(rows, names)) for name, rows in sections}
+    for part in ("kept_exports", "added_exports", "late"):
+        numbered[part] = {name: pool.add(found) for name, found in template[part].items()}
+    return numbered
 
 
 class _Pool:
@@ -81,7 +89,6 @@ def _compact(value: Any) -> str:
 
 def main(families: list[str]) -> None:
     """Write the named families, or all."""
-    gc.freeze()  # what is imported stays: tracing collects garbage twice a step
     for family in families or FAMILIES:
         path = write_family(family)
         print(f"{family}: {path.stat().st_size} bytes", flush=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from planner.memory.kinds import END, START
 from planner.memory.sections import PREVIOUS, SECTIONS, THIS
 from runners.trace.variants import OTHER_LOSSES, Variant
 
@@ -17,7 +18,6 @@ Template = dict[str, Any]
 Rows = list[list[Any]]
 _LOSS_CODES = tuple(SECTIONS.index(name) for name in ("loss", "loss_backward"))
 _OWN_CODES = (THIS, PREVIOUS, SECTIONS.index("head"), *_LOSS_CODES)
-_AFTER_LOSS = "last_layer_backward"
 
 
 def loss_templates(
@@ -42,35 +42,49 @@ def loss_templates(
 def graft(base: Template, donor: Template, with_loss: Template) -> Template:
     """Return `base` with the loss of `with_loss`, which is `donor` with another loss.
 
-    Raises ValueError where the loss changes more than it can.
+    All are templates by set of kinds; `with_loss` needs one kind of layer only. Raises ValueError
+    where the loss changes more than it can.
     """
-    return {
-        part: {
-            name: _section(part, name, sections.get(name, []), donor[part].get(name, []), rows)
-            for name, rows in {**sections, **with_loss[part]}.items()
-        }
-        for part, sections in base.items()
-    }
+    (kind,) = with_loss
+    return {kinds: _graft(own, donor[kind], with_loss[kind], kind) for kinds, own in base.items()}
 
 
-def _section(part: str, name: str, base: Rows, donor: Rows, with_loss: Rows) -> Rows:
+def _graft(base: Template, donor: Template, with_loss: Template, kind: str) -> Template:
+    grafted = dict(base)
+    for part in ("forward", "kept", "added", "saved"):
+        grafted[part] = {}
+        for name, rows in base[part].items():
+            section, context = name.split(" ")
+            same = f"{section} {_homogeneous(context, kind)}"
+            theirs = donor[part][same], with_loss[part][same]
+            grafted[part][name] = _section(part, section, context, rows, *theirs)
+    return grafted
+
+
+def _homogeneous(context: str, kind: str) -> str:
+    """The context in a deep model of one kind that lies at the same end, if at any."""
+    before, _, after = context.split("|")
+    if after == END:
+        return f"{kind}|{kind}|{END}"
+    return f"{START if before == START else kind}|{kind}|{kind}"
+
+
+def _section(
+    part: str, section: str, context: str, base: Rows, donor: Rows, with_loss: Rows
+) -> Rows:
     if part == "saved":
-        return with_loss if name in ("head", "loss") else base
-    if _is_loss(name):
+        return with_loss if section in ("head", "loss") else base
+    if section in ("loss", "loss_backward"):
         return _renumbered(with_loss, _references(donor, _of_layers), _references(base, _of_layers))
-    if name == "head":
+    if section == "head":
         return _with_components(base, with_loss)
-    if name == _AFTER_LOSS:
+    if section == "layer_backward" and context.endswith(END):
         theirs, ours = _references(with_loss, _previous), _references(base, _previous)
         base = _renumbered(base, ours, theirs)
         donor = _renumbered(donor, _references(donor, _previous), theirs)
     if _without_loss(donor) != _without_loss(with_loss):
-        raise ValueError(f"the loss changes {name}")
+        raise ValueError(f"the loss changes {section} {context}")
     return [*_without_loss(base), *_references(with_loss, _of_loss)]
-
-
-def _is_loss(name: str) -> bool:
-    return name in ("loss", "loss_backward")
 
 
 def _of_layers(code: int) -> bool:

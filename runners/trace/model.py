@@ -1,19 +1,20 @@
-"""Build a small real model whose every dimension is a recognisable prime, as fake tensors."""
+"""Build a small real model whose every dimension is a recognisable prime, on the meta device."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from planner.workload import LoraTargets, TrainingWorkload
+from runners.jobs.adapters import choose_trained
 from runners.jobs.losses import install_chunked_loss
 from runners.trace.losses import install_fused_loss
+from runners.trace.patterns import Pattern, pattern_fields, prepare_layers
 from runners.trace.symbols import HEAD_DIM, HEADS, HIDDEN, PRIMES, ROTARY_DIM
 from runners.trace.variants import Variant
 
-LAYERS = 4
 # These derive the head size from the hidden size, so their hidden size is heads * head_dim.
 DERIVED_HEAD_DIM = ("phi3", "olmo2", "gpt_neox", "opt")
 
@@ -24,7 +25,6 @@ def _dense_fields(variant: Variant) -> dict[str, Any]:
         "vocab_size": PRIMES["vocab"],
         "hidden_size": HEADS * HEAD_DIM if family in DERIVED_HEAD_DIM else HIDDEN,
         "intermediate_size": PRIMES["ffn"],
-        "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS if "_mha" in variant.attention else PRIMES["kv_heads"],
         "max_position_embeddings": 2 * PRIMES["seq"],
@@ -49,7 +49,6 @@ def _own_fields(variant: Variant) -> dict[str, Any]:
             "n_embd": HEADS * HEAD_DIM,
             "n_head": HEADS,
             "n_inner": PRIMES["ffn"],
-            "n_layer": LAYERS,
             "n_positions": PRIMES["positions"],
             **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         },
@@ -97,11 +96,10 @@ def _latent_fields(variant: Variant) -> dict[str, Any]:
         "moe_intermediate_size": PRIMES["moe_ffn"],
         "num_experts_per_tok": PRIMES["top_k"],
         "n_shared_experts": PRIMES["shared_experts"],
-        "first_k_dense_replace": 0,
     }
 
 
-def config_fields(variant: Variant) -> dict[str, Any]:
+def config_fields(variant: Variant, pattern: Pattern) -> dict[str, Any]:
     """The Hugging Face config fields of the traced model."""
     fields = {} if variant.family == "gpt2" else _dense_fields(variant)
     fields |= _own_fields(variant)
@@ -109,27 +107,27 @@ def config_fields(variant: Variant) -> dict[str, Any]:
     if variant.family == "mistral":
         fields["sliding_window"] = None
     if variant.family in ("gemma2", "gemma3_text", "gpt_oss"):
-        fields["layer_types"] = ["full_attention"] * LAYERS
-    if variant.masked:
-        fields |= {"sliding_window": 7, "use_sliding_window": True}
-        fields["layer_types"] = ["sliding_attention"] * LAYERS
-    return fields
+        fields["layer_types"] = ["full_attention"] * len(pattern)
+    return fields | pattern_fields(pattern)
 
 
-def build_model(variant: Variant, fake: FakeTensorMode) -> torch.nn.Module:
-    """The real Hugging Face model of this variant with fake parameters, in training mode."""
-    config = AutoConfig.for_model(variant.family, **config_fields(variant))
+def build_model(variant: Variant, pattern: Pattern) -> torch.nn.Module:
+    """The real Hugging Face model of this variant on the meta device, in training mode."""
+    config = AutoConfig.for_model(variant.family, **config_fields(variant, pattern))
     dtype = torch.bfloat16 if variant.compute == "bf16" else torch.float32
     with torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             config, attn_implementation=variant.implementation, dtype=dtype
         )
+        if variant.adapters:
+            targets = LoraTargets(variant.adapters)
+            chosen = TrainingWorkload(lora_rank=PRIMES["lora_rank"], lora_targets=targets)
+            choose_trained(model, chosen)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # engines store all in one dtype, routers too
-    with fake:
-        model.to_empty(device="cpu")
     if variant.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    prepare_layers(model, pattern)
     if variant.loss == "chunked":
         install_chunked_loss(model)
     elif variant.loss == "fused_linear":

@@ -1,9 +1,10 @@
-"""Run one fake training step and cut its tape into sections."""
+"""Run one training step without memory and cut its tape into sections."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,50 +12,74 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from planner.memory.groups import Place
 from runners.jobs.losses import LOSS_MODULE
-from runners.trace.model import LAYERS, build_model
+from runners.trace.model import build_model
+from runners.trace.patterns import Pattern
 from runners.trace.standins import cuda_stand_ins
 from runners.trace.symbols import PRIMES
 from runners.trace.tape import Event, Tape
 from runners.trace.variants import Variant
 from runners.zero.groups import decoder_layers, partition_parameters
 
-# Of four layers the second stands for all inner ones; the first and the last see the model's ends.
-LAYER_NAMES = ("first_layer", "layer", "other_layer", "last_layer")
 
-
-def trace_step(variant: Variant, gradients_exist: bool) -> list[Event]:
-    """Trace forward, loss and backward; returns the events in order.
+def trace_step(variant: Variant, pattern: Pattern, gradients_exist: bool) -> list[Event]:
+    """Trace forward, loss and backward of a model with these layers; returns the events in order.
 
     With `gradients_exist`, every parameter already has a gradient that autograd adds into, as in a
     later micro-batch or where an engine provides the buffer; otherwise autograd keeps what the
     backward produced.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model = build_model(variant, fake)
-    tape = Tape()
-    with fake:
+    with _collected_on_demand():
+        return _traced_events(variant, pattern, gradients_exist)
+
+
+@contextmanager
+def _collected_on_demand() -> Iterator[None]:
+    """Let cycles be collected only where the trace asks, and only those of the trace: a second
+    each time else, for everything that is imported."""
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _traced_events(variant: Variant, pattern: Pattern, gradients_exist: bool) -> list[Event]:
+    model, tape = build_model(variant, pattern), Tape()
+    autocasts = variant.compute == "autocast"
+    with _fake_cpu(model) if autocasts else torch.device("meta"):
         _prepare_parameters(model, tape, gradients_exist)
         tokens = torch.zeros(variant.batch, PRIMES["seq"], dtype=torch.long)
         tape.ignore(tokens)
         _watch_sections(model, tape)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=variant.compute == "autocast")
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=autocasts)
         with tape, cuda_stand_ins():
             with autocast:
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             gc.collect()
-            tape.section = "loss_backward"
+            tape.place = Place("loss_backward")
             loss.backward()
             del loss
             gc.collect()
-    tape.section = "end"
+    tape.place = Place("end")
     return tape.events
+
+
+@contextmanager
+def _fake_cpu(model: nn.Module) -> Iterator[None]:
+    """Autocast has no meta device: give it fake CPU tensors, which are much slower."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        yield
 
 
 def _prepare_parameters(model: nn.Module, tape: Tape, gradients_exist: bool) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         tape.ignore(tensor)
-    for parameter in model.parameters():
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         if gradients_exist:
             parameter.grad = torch.empty_like(parameter)
             tape.ignore(parameter.grad)
@@ -66,10 +91,11 @@ def _prepare_parameters(model: nn.Module, tape: Tape, gradients_exist: bool) -> 
 def _mark_first_gradients(model: nn.Module, tape: Tape) -> None:
     """Note when a group's first gradient arrives: an engine with flat gradients allocates then."""
     seen: set[str] = set()
-    for members in partition_parameters(model):
+    for members in (m for m in partition_parameters(model) if not m.is_frozen):
         for owners in members.owners:
             parameter = owners[0].module.get_parameter(owners[0].attribute)
-            parameter.register_hook(partial(_first_gradient, tape, seen, members.name))
+            if parameter.requires_grad:
+                parameter.register_hook(partial(_first_gradient, tape, seen, members.name))
 
 
 def _first_gradient(tape: Tape, seen: set[str], group: str, gradient: torch.Tensor) -> None:
@@ -81,19 +107,19 @@ def _first_gradient(tape: Tape, seen: set[str], group: str, gradient: torch.Tens
 def _watch_sections(model: nn.Module, tape: Tape) -> None:
     layers = decoder_layers(model)
     for index, layer in enumerate(layers):
-        layer.register_forward_pre_hook(_enter(tape, LAYER_NAMES[index]))
-        layer.register_forward_hook(_leave_layer(tape, index))
+        layer.register_forward_pre_hook(_enter(tape, Place("layer", index)))
+        layer.register_forward_hook(_leave_layer(tape, index, is_last=index == len(layers) - 1))
     for name, module in model.named_modules():
         module.register_forward_pre_hook(_name(tape, name))
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     loss_start = getattr(model, LOSS_MODULE, head)
-    loss_start.register_forward_pre_hook(_enter(tape, "loss"))
+    loss_start.register_forward_pre_hook(_enter(tape, Place("loss")))
 
 
-def _enter(tape: Tape, section: str) -> Callable[..., None]:
+def _enter(tape: Tape, place: Place) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
-        if not tape.section.endswith("_backward"):
-            tape.section = section
+        if not tape.place.in_backward:
+            tape.place = place
 
     return hook
 
@@ -105,18 +131,23 @@ def _name(tape: Tape, name: str) -> Callable[..., None]:
     return hook
 
 
-def _leave_layer(tape: Tape, index: int) -> Callable[..., None]:
+def _leave_layer(tape: Tape, index: int, is_last: bool) -> Callable[..., None]:
     """After the last layer comes the head; the gradient of a layer's output starts its backward."""
-    backward = LAYER_NAMES[index] + "_backward"
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if tape.section.endswith("_backward"):
+        if tape.place.in_backward:
             return
         hidden = output[0] if isinstance(output, tuple) else output
-        hidden.register_hook(lambda grad: setattr(tape, "section", backward))
+        _on_gradient(hidden, tape, Place("layer_backward", index))
         if index == 0:
-            args[0].register_hook(lambda grad: setattr(tape, "section", "embed_backward"))
-        if index == LAYERS - 1:
-            tape.section = "head"
+            _on_gradient(args[0], tape, Place("embed_backward"))
+        if is_last:
+            tape.place = Place("head")
 
     return hook
+
+
+def _on_gradient(tensor: torch.Tensor, tape: Tape, place: Place) -> None:
+    """Enter `place` when the gradient of `tensor` is there; below frozen layers it never is."""
+    if tensor.requires_grad:
+        tensor.register_hook(lambda grad: setattr(tape, "place", place))

@@ -40,6 +40,7 @@ PRIMES: Mapping[str, int] = {
     "kv_rank": 109,
     "kv_rank_and_rotary": 167,
     "q_rank": 113,
+    "lora_rank": 131,
     "chunk": 127,  # tokens that a chunked loss takes at once
 }
 HIDDEN = PRIMES["hidden_per_head"] * PRIMES["kv_heads"] * PRIMES["group"]

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.memory.groups import Place
 from runners.trace.symbols import dims, factor
 
 
@@ -24,28 +25,28 @@ class Allocation:
     dtype: str
     monomial: str
     coefficient_bytes: int
-    section: str
+    place: Place
     kind: str = "activation"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`allocation` was allocated (sign +1) or released (sign -1) in `section`."""
+    """`allocation` was allocated (sign +1) or released (sign -1) at `place`."""
 
-    section: str
+    place: Place
     sign: int
     allocation: Allocation
 
 
 class Tape(TorchDispatchMode):
-    """Watches operations on fake tensors; `section` and `module` are set from outside.
+    """Watches operations on fake tensors; `place` and `module` are set from outside.
 
     Storages passed to `ignore` (parameters, buffers, inputs) are never counted.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.section = "embed"
+        self.place = Place("embed")
         self.module = ""
         self.events: list[Event] = []
         self.live: dict[int, Allocation] = {}
@@ -64,8 +65,8 @@ class Tape(TorchDispatchMode):
 
     def mark(self, monomial: str) -> None:
         """Note a moment from which a buffer exists whose size the tape cannot know."""
-        allocation = Allocation(monomial, "mark", [], "", monomial, 1, self.section, "gradients")
-        self.events.append(Event(self.section, +1, allocation))
+        allocation = Allocation(monomial, "mark", [], "", monomial, 1, self.place, "gradients")
+        self.events.append(Event(self.place, +1, allocation))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,18 +86,18 @@ class Tape(TorchDispatchMode):
             return
         allocation = self._describe(tensor, op)
         self.live[key] = allocation
-        self.events.append(Event(self.section, +1, allocation))
+        self.events.append(Event(self.place, +1, allocation))
         self._finalizers[key] = weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:
         allocation = self.live.pop(key)
         del self._finalizers[key]
-        self.events.append(Event(self.section, -1, allocation))
+        self.events.append(Event(self.place, -1, allocation))
 
     def _temporary(self, op: str, tensor: torch.Tensor) -> None:
         allocation = self._describe(tensor, op + " (inside the kernel)")
-        self.events.append(Event(self.section, +1, allocation))
-        self.events.append(Event(self.section, -1, allocation))
+        self.events.append(Event(self.place, +1, allocation))
+        self.events.append(Event(self.place, -1, allocation))
 
     def _describe(self, tensor: torch.Tensor, op: str) -> Allocation:
         itemsize = tensor.element_size()
@@ -108,12 +109,16 @@ class Tape(TorchDispatchMode):
             dtype=str(tensor.dtype).removeprefix("torch."),
             monomial=monomial,
             coefficient_bytes=coefficient * itemsize,
-            section=self.section,
+            place=self.place,
         )
 
 
 # CUDA kernels that allocate a tensor no caller sees. aten/src/ATen/native/cuda/SoftMax.cu,
-# softmax_backward_cuda_out: `Tensor tmp = grad * output`.
+# softmax_backward_cuda_out: `Tensor tmp = grad * output`. aten/src/ATen/native/SoftMax.cpp,
+# _safe_softmax: which scores are -inf.
 KERNEL_TEMPORARIES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten._softmax_backward_data.default: lambda grad, output, dim, dtype: grad,
+    torch.ops.aten._safe_softmax.default: lambda scores, dim: torch.empty_like(
+        scores, dtype=torch.bool
+    ),
 }

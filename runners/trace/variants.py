@@ -27,6 +27,7 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
 )
+ADAPTED = ("llama", "qwen2", "qwen3")
 OTHER_LOSSES = ("chunked", "fused_linear")
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe")
 
@@ -36,22 +37,20 @@ class Variant:
     """What changes the tensors that a step of one family keeps."""
 
     family: str
-    attention: str  # eager, sdpa or triton; "_masked": a sliding window; "_mha": no grouped heads
+    attention: str  # eager, sdpa or triton; "_mha": no grouped heads
     # "_single": a batch of one row; "_direct": queries of latent attention projected in one step
     compute: str  # bf16, fp32 or autocast
     checkpointing: str  # none or full
     loss: str = "hf"  # or chunked, fused_linear
+    adapters: str = ""  # or the layers that carry them: qv, all_linear
 
     @property
     def key(self) -> str:
         """The name under which the template is stored."""
         key = "/".join((self.attention, self.compute, self.checkpointing))
-        return key if self.loss == "hf" else f"{key}/{self.loss}"
-
-    @property
-    def masked(self) -> bool:
-        """Whether a sliding window shorter than the sequence is in force."""
-        return "_masked" in self.attention
+        loss = () if self.loss == "hf" else (self.loss,)
+        adapters = (f"lora_{self.adapters}",) if self.adapters else ()
+        return "/".join((key, *loss, *adapters))
 
     @property
     def implementation(self) -> str:
@@ -79,12 +78,25 @@ def variants(family: str) -> list[Variant]:
     elif family not in ONE_GROUPING:
         attentions.append("eager_mha")
     if family in WINDOWED:
-        attentions += ["sdpa_masked", "sdpa_masked_mha"]
+        attentions.append("sdpa_mha")  # a mask makes SDPA copy keys and values to every head
     kinds = [(a, compute) for a in attentions for compute in ("bf16", "fp32", "autocast")]
-    if "sdpa" in attentions and family not in ONE_GROUPING:
+    if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED):
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
     return [
         Variant(family, attention, compute, checkpointing)
         for attention, compute in kinds
         for checkpointing in ("none", "full")
+    ]
+
+
+def adapter_variants(family: str) -> list[Variant]:
+    """The variants of a family that are traced with adapters on a frozen model."""
+    if family not in ADAPTED:
+        return []
+    return [
+        Variant(family, attention, compute, checkpointing, adapters=adapters)
+        for attention in ("sdpa", "triton")
+        for compute in ("bf16", "autocast")
+        for checkpointing in ("none", "full")
+        for adapters in ("qv", "all_linear")
     ]

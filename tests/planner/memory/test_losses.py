@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import PlanError
-from planner.memory.sections import extent
-from planner.memory.templates import load_saved, load_steps
+from planner.memory.groups import Place
+from planner.memory.kinds import PLAIN
+from planner.memory.templates import SavedTensor, Traced, load_saved, load_steps
 from planner.memory.training import training_memory
 from planner.obstacles import check_training
 from planner.presets import resolve_model
@@ -16,9 +17,16 @@ SPEC = resolve_model("meta-llama/Llama-3.1-8B")
 CHUNK_LOGITS = "vocab*chunk"
 
 
+def template(loss: str) -> Traced:
+    return Traced("llama", f"sdpa/bf16/none/{loss}", (PLAIN,) * 4)
+
+
+def saved_by_loss(loss: str) -> list[SavedTensor]:
+    return [t for t in load_saved(template(loss)) if t.places == (Place("loss"),)]
+
+
 def _highest(section: str, loss: str, monomial: str) -> int:
-    steps = load_steps("llama", f"sdpa/bf16/none/{loss}", "added")
-    peaks = extent(steps, section).peaks
+    peaks = load_steps(template(loss), "added").extent(Place(section)).peaks
     return max(sum(n for (_, m), n in live.items() if m == monomial) for live in peaks)
 
 
@@ -33,14 +41,14 @@ def test_only_one_chunk_of_logits_is_alive(loss: str, coefficient: int) -> None:
 
 
 def test_the_chunked_loss_keeps_labels_and_a_normaliser_per_token() -> None:
-    saved = [t for t in load_saved("llama", "sdpa/bf16/none/chunked") if t.section == "loss"]
+    saved = saved_by_loss("chunked")
     per_token = sum(t.coefficient_bytes for t in saved if t.monomial == "batch*seq")
     assert per_token == 8 + 4
     assert {t.monomial for t in saved} <= {"batch*seq", ""}
 
 
 def test_the_fused_loss_makes_both_gradients_in_the_forward() -> None:
-    saved = [t for t in load_saved("llama", "sdpa/bf16/none/fused_linear") if t.section == "loss"]
+    saved = saved_by_loss("fused_linear")
     kept = {t.monomial: t.coefficient_bytes for t in saved}
     assert kept["batch*seq*hidden"] == kept["vocab*hidden"] == 2
 

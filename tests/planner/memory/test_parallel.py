@@ -10,13 +10,13 @@ import pytest
 from planner.memory.beside import Beside
 from planner.memory.groups import Place, group_numels
 from planner.memory.parallel import in_flight, stage_specs
-from planner.memory.sections import COMPONENTS
+from planner.memory.sections import COMPONENTS, allocations
 from planner.memory.stages import NOT_PROVEN, StepMemory, step_grid, step_memory
 from planner.memory.templates import (
-    attention_variant,
     has_templates,
     load_steps,
     monomial_values,
+    traced,
 )
 from planner.memory.training import TrainingMemory, training_memory
 from planner.plan import parse_plan
@@ -25,6 +25,7 @@ from planner.presets import resolve_model
 from planner.splits import TENSOR_PARALLEL_FAMILIES
 from planner.units import GIB_BYTES
 from planner.workload import (
+    Attention,
     Checkpointing,
     Engine,
     Parallelism,
@@ -115,12 +116,12 @@ def test_traced_gradients_divide_as_the_parameters_do(family: str, sizes: dict[s
     spec = resolve_model(FAMILIES[family])
     sizes = {**sizes, "expert_parallel": 2} if spec.num_experts else sizes
     (own,) = stage_specs(spec, Parallelism(**sizes))  # type: ignore[arg-type]
-    variant = attention_variant(own, "eager", "bf16", 4096)
-    steps = load_steps(family, f"{variant}/bf16/none", "kept")
-    values = monomial_values(own, steps.monomials, 1, 4096)
+    workload = TrainingWorkload(attention=Attention.EAGER)
+    sequence = load_steps(traced(own, workload, 4096), "kept")
+    values = monomial_values(own, sequence.steps.monomials, 1, 4096)
     gradients_bytes = sum(
         values[row[1]] * row[2]
-        for row in steps.allocations("layer_backward")
+        for row in allocations(sequence.rows(Place("layer_backward", 1)))
         if COMPONENTS[row[0]] == "gradients"
     )
     assert gradients_bytes == 2 * group_numels(own).layers[1]

@@ -7,15 +7,25 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.config_input import spec_from_config
+from planner.errors import PlanError
+from planner.memory.groups import Place
+from planner.memory.kinds import CHECKPOINTED, FROZEN, PLAIN, SLIDING
 from planner.memory.sections import COMPONENTS
 from planner.memory.templates import (
-    attention_variant,
+    Floats,
+    Moments,
+    Traced,
     load_moments,
     load_saved,
+    load_steps,
     monomial_values,
+    traced,
 )
 from planner.model import ModelSpec
 from planner.presets import resolve_model
+from planner.workload import Attention, Precision, TrainingWorkload
+
+FP32_EAGER = TrainingWorkload(precision=Precision.FP32, attention=Attention.EAGER)
 
 BATCH, SEQ, LAYERS = 2, 24, 3
 COMMON = {
@@ -66,13 +76,12 @@ def tiny_spec(family: str) -> ModelSpec:
     return spec_from_config({"model_type": family, **TINY[family]}, name=f"tiny {family}")
 
 
-def predicted_saved_bytes(spec: ModelSpec, key: str) -> int:
-    saved = load_saved(spec.family, key)
+def predicted_saved_bytes(spec: ModelSpec) -> int:
+    saved = load_saved(traced(spec, FP32_EAGER, SEQ))
     values = monomial_values(spec, tuple(t.monomial for t in saved), BATCH, SEQ)
-    counts = {"layer": spec.num_layers - 2}
     return round(
         sum(
-            value * tensor.coefficient_bytes * counts.get(tensor.section, 1)
+            value * tensor.coefficient_bytes * len(tensor.places)
             for tensor, value in zip(saved, values, strict=True)
         )
     )
@@ -101,20 +110,28 @@ def really_saved_bytes(spec: ModelSpec) -> int:
 @pytest.mark.parametrize("family", TINY)
 def test_saved_bytes_equal_what_the_real_module_saves(family: str) -> None:
     spec = tiny_spec(family)
-    variant = attention_variant(spec, "eager", "fp32", SEQ)
-    predicted = predicted_saved_bytes(spec, f"{variant}/fp32/none")
+    predicted = predicted_saved_bytes(spec)
     real = really_saved_bytes(spec)
     # The trace also holds what is alive without being saved: the loss, positions, rotary tables.
     alive_unsaved_bytes = 8 * SEQ * (spec.head_dim + BATCH * 4) + 64
     assert real <= predicted <= real + alive_unsaved_bytes
 
 
+def kept_by_one_more_layer(key: str, kind: str) -> tuple[Moments, Floats]:
+    """The moments of a llama, and what one more layer adds to those of its loss: [component, *]."""
+    deep, deeper = (
+        load_moments(Traced("llama", key, (kind,) * layers), "kept") for layers in (5, 6)
+    )
+    assert deep.monomials == deeper.monomials
+    row, other = (m.place.index(Place("loss")) for m in (deep, deeper))
+    return deep, deeper.constant[other] - deep.constant[row]
+
+
 def test_an_inner_llama_layer_keeps_the_bytes_counted_by_hand() -> None:
     spec = resolve_model("meta-llama/Llama-3.1-8B")
-    moments = load_moments("llama", "sdpa/bf16/none", "kept")
+    moments, added = kept_by_one_more_layer("sdpa/bf16/none", PLAIN)
     values = monomial_values(spec, moments.monomials, 1, 1)
-    row = moments.position.index("loss")
-    per_layer = dict(zip(COMPONENTS, moments.per_inner[row] @ values, strict=True))
+    per_layer = dict(zip(COMPONENTS, added @ values, strict=True))
     # Per token: two norms of (fp32 copy 4h, 1/rms 4, normalised 2h, scaled 2h); Q, output 2 B x
     # 4096 each; K, V 2 B x 1024 each; logsumexp 4 B x 32; gate, silu, up, product 2 B x 14336 each.
     by_hand = 2 * (8 * 4096 + 4) + 4 * 4096 + 4 * 1024 + 4 * 32 + 8 * 14336
@@ -125,53 +142,65 @@ def test_an_inner_llama_layer_keeps_the_bytes_counted_by_hand() -> None:
 
 def test_full_checkpointing_keeps_one_layer_input_per_layer() -> None:
     spec = resolve_model("meta-llama/Llama-3.1-8B")
-    moments = load_moments("llama", "sdpa/bf16/full", "kept")
-    values = monomial_values(spec, moments.monomials, 1, 1)
-    per_layer = moments.per_inner[moments.position.index("loss")] @ values
-    assert per_layer.sum() == 2 * 4096
+    moments, added = kept_by_one_more_layer("sdpa/bf16/full", CHECKPOINTED)
+    assert (added @ monomial_values(spec, moments.monomials, 1, 1)).sum() == 2 * 4096
 
 
 def test_eager_attention_keeps_two_bf16_and_one_fp32_score_matrix_at_most() -> None:
-    spec = resolve_model("meta-llama/Llama-3.1-8B")
-    moments = load_moments("llama", "eager/bf16/none", "kept")
+    moments, added = kept_by_one_more_layer("eager/bf16/none", PLAIN)
     column = moments.monomials.index("batch*seq*seq*kv_heads*group")
-    attention = COMPONENTS.index("attention")
-    per_layer = moments.per_inner[moments.position.index("loss"), attention, column]
     # softmax runs in fp32 and saves its output (4 B); the bf16 probabilities feed the product (2 B).
-    assert per_layer == 6
-    assert spec.num_heads == 32
+    assert added[COMPONENTS.index("attention"), column] == 6
 
 
 def test_the_loss_backward_peaks_at_12_bytes_per_token_and_vocabulary_entry() -> None:
-    moments = load_moments("llama", "sdpa/bf16/none", "kept")
+    moments = load_moments(Traced("llama", "sdpa/bf16/none", (PLAIN,) * 4), "kept")
     column = moments.monomials.index("batch*seq*vocab")
-    rows = [i for i, p in enumerate(moments.position) if p == "loss_backward"]
+    rows = [i for i, place in enumerate(moments.place) if place == Place("loss_backward")]
     assert max(moments.constant[rows][:, :, column].sum(axis=1)) == 12
 
 
+def test_repeated_layers_are_looked_at_where_a_peak_can_be() -> None:
+    moments = load_moments(Traced("llama", "sdpa/bf16/none", (PLAIN,) * 80), "kept")
+    layers = {place.layer for place in moments.place if place.section == "layer_backward"}
+    assert {0, 1, 78, 79} <= layers
+    assert len(layers) <= 6
+
+
 @pytest.mark.parametrize(
-    ("attention", "compute", "length", "expected"),
+    ("attention", "length", "kind"),
     [
-        ("sdpa", "bf16", 4095, "sdpa"),
-        ("sdpa", "bf16", 4096, "sdpa_masked"),
-        ("eager", "bf16", 8192, "eager"),
-        ("triton", "bf16", 100, "triton"),
+        (Attention.SDPA, 4095, PLAIN),
+        (Attention.SDPA, 4096, SLIDING),
+        (Attention.EAGER, 512, SLIDING),
+        (Attention.TRITON, 100, PLAIN),
     ],
 )
 def test_a_window_masks_sdpa_once_the_sequence_reaches_it(
-    attention: str, compute: str, length: int, expected: str
+    attention: Attention, length: int, kind: str
 ) -> None:
     spec = resolve_model("mistralai/Mistral-7B-v0.1")
-    assert attention_variant(spec, attention, compute, length) == expected
+    template = traced(spec, TrainingWorkload(attention=attention), length)
+    assert template == Traced("mistral", f"{attention}/bf16/none", (kind,) * 32)
+
+
+def variant(model: str, attention: Attention, precision: Precision) -> str:
+    workload = TrainingWorkload(attention=attention, precision=precision)
+    return traced(resolve_model(model), workload, 512).key.split("/")[0]
 
 
 def test_models_without_grouped_heads_have_their_own_variants() -> None:
-    spec = resolve_model("meta-llama/Llama-2-7b-hf")
-    assert attention_variant(spec, "eager", "bf16", 512) == "eager_mha"
-    assert attention_variant(spec, "sdpa", "fp32", 512) == "sdpa_mha"
-    assert attention_variant(spec, "sdpa", "bf16", 512) == "sdpa"
+    llama2 = "meta-llama/Llama-2-7b-hf"
+    assert variant(llama2, Attention.EAGER, Precision.BF16) == "eager_mha"
+    assert variant(llama2, Attention.SDPA, Precision.FP32) == "sdpa_mha"
+    assert variant(llama2, Attention.SDPA, Precision.BF16) == "sdpa"
 
 
 def test_gpt2_is_never_told_apart_by_grouping() -> None:
-    spec = resolve_model("openai-community/gpt2")
-    assert attention_variant(spec, "eager", "fp32", 512) == "eager"
+    assert variant("openai-community/gpt2", Attention.EAGER, Precision.FP32) == "eager"
+
+
+def test_layers_that_were_not_traced_in_this_order_are_refused() -> None:
+    kinds = (PLAIN, PLAIN, FROZEN, PLAIN)
+    with pytest.raises(PlanError, match="has not been traced"):
+        load_steps(Traced("llama", "sdpa/bf16/none", kinds), "kept")
