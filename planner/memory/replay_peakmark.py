@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.memory.groups import group_numels
+from planner.memory.adapters import adapters_of
+from planner.memory.groups import GroupSizes, group_numels
 from planner.memory.optimizers import stepped_groups
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
@@ -30,8 +31,17 @@ class PeakmarkReplay(EngineBase):
         self._stage = parallelism.zero_stage
         self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK)
         ranks = parallelism.world_size
-        self._shard = group_numels(with_all_experts(spec)).map(lambda numel: -(-numel // ranks))
-        self._whole = group_numels(spec).map(lambda numel: -(-numel // ranks) * ranks)
+        spread, own = group_numels(with_all_experts(spec)), group_numels(spec)
+        adapters = adapters_of(spec, workload)
+        # Below adapters the model is frozen: groups of their own, in front of what is trained.
+        self._frozen: GroupSizes | None = None
+        if adapters is not None:
+            self._frozen = own.map(lambda numel: -(-numel // ranks))
+            self._tied = False  # a frozen weight has no shares of a gradient
+            spread = own = adapters
+        self._shard = spread.map(lambda numel: -(-numel // ranks))
+        self._whole = own.map(lambda numel: -(-numel // ranks) * ranks)
+        self._ranks = ranks
         layers = [("layer", index) for index in range(spec.num_layers)]
         self._groups = [("embedding", 0), *layers, ("head", 0)]
         stepped = self._whole if self._stage == 0 else self._shard
@@ -41,6 +51,8 @@ class PeakmarkReplay(EngineBase):
         """Flat parameters group by group, then the master copies."""
         memory, sizes = self._memory, self._sizes
         for group in self._groups:
+            if self._frozen is not None:
+                self._keep_frozen(group, self._frozen.of(*group) * sizes.parameter)
             memory.take(("whole", group), self._whole.of(*group) * sizes.parameter)
             if self._stage == 3:
                 memory.take(("shard", group), self._shard.of(*group) * sizes.parameter)
@@ -49,10 +61,24 @@ class PeakmarkReplay(EngineBase):
             memory.take(("master", group), self._stepped(group) * sizes.master)
         self._take_tokens()
 
+    def _keep_frozen(self, group: tuple[str, int], shard_bytes: int) -> None:
+        self._memory.take(("whole frozen", group), shard_bytes * self._ranks)
+        if self._stage == 3:
+            self._memory.take(("shard", "frozen", group), shard_bytes)
+            self._memory.give(("whole frozen", group))
+
+    def _release_frozen(self, *groups: tuple[str, int]) -> None:
+        self._memory.give(*(("whole frozen", group) for group in groups))
+
     def before(self, section: str, layer: int) -> None:
         """Gather the groups of stage 3."""
         if self._stage == 3:
+            if section.endswith("layer_backward"):
+                self._release_frozen(("layer", layer + 1), ("embedding", 0), ("head", 0))
             for group in _groups_of(section, layer):
+                if self._frozen is not None:
+                    size_bytes = self._frozen.of(*group) * self._ranks * self._sizes.parameter
+                    self._memory.take(("whole frozen", group), size_bytes)
                 self._memory.take(("whole", group), self._whole.of(*group) * self._sizes.parameter)
         self._take_workspace(section)
 
@@ -69,6 +95,7 @@ class PeakmarkReplay(EngineBase):
         """Release a layer after its forward; reduce a group after its backward."""
         if not section.endswith("_backward"):
             if self._stage == 3 and "layer" in section:
+                self._release_frozen(("layer", layer))
                 self._memory.give(("whole", ("layer", layer)))
             return
         group = _finished_group(section, layer)
@@ -78,6 +105,8 @@ class PeakmarkReplay(EngineBase):
             self._reduce(group)
         if self._stage == 3:
             self._memory.give(("whole", group))
+            if section == "embed_backward":
+                self._release_frozen(("layer", 0))
 
     def _reduce(self, group: tuple[str, int]) -> None:
         memory, size_bytes = self._memory, self._shard.of(*group) * self._sizes.gradient
@@ -94,6 +123,8 @@ class PeakmarkReplay(EngineBase):
         """Step group by group, with the gradient cast to fp32 beside a master copy."""
         for group in self._groups:
             numel = self._stepped(group)
+            if not numel:
+                continue
             if self._sizes.master:
                 self._memory.take("cast", numel * _FP32_BYTES)
             self._step_tensors(group, self._tensors.of(*group))

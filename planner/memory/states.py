@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.memory.groups import Place, group_numels, group_shapes
+from planner.memory.groups import GroupSizes, Place, group_numels, group_shapes
 from planner.memory.optimizers import (
     State,
     optimizer_states,
@@ -55,7 +55,7 @@ class Precisions:
         """Element sizes: `mixed` in our engine is bf16 with fp32 master, in FSDP2 fp32 shards."""
         if precision is Precision.BF16:
             return cls(2, 2, 2, 0)
-        if precision is Precision.MIXED and engine is Engine.PEAKMARK:
+        if precision is Precision.MIXED and engine in (Engine.PEAKMARK, Engine.DEEPSPEED):
             return cls(2, 2, 4, 4)
         return cls(4, 4, 4, 0)
 
@@ -81,6 +81,31 @@ def first_finished(place: Place, num_layers: int) -> int:
     return 0 if place.section == "embed_backward" else num_layers
 
 
+class FrozenGroups:
+    """A model's groups below adapters, in our engine: gathered for their use, never updated.
+
+    Embedding and head are released when the last layer's backward begins.
+    """
+
+    def __init__(self, numels: GroupSizes, world_size: Any, sharded: bool) -> None:
+        shard = numels.map(lambda numel: _ceil_div(numel, world_size))
+        self._whole = shard.map(lambda size: size * world_size)
+        self.kept = shard if sharded else self._whole
+
+    def gathered(self, place: Place) -> Any:
+        """Elements gathered at `place` where the groups are sharded."""
+        size: Any = self._whole.layers[place.layer] if place.in_layer else 0
+        if not place.in_backward or place.section == "loss_backward":
+            size = size + self._whole.embedding
+        return size + self._whole.head if place.section in _HEAD_IS_GATHERED else size
+
+    def held(self) -> list[HeldGroup]:
+        """What is kept of each kind of group; nothing of it is stepped."""
+        kept = self.kept
+        groups = [("embedding", 1, kept.embedding), *kept.layers.by_kind(), ("head", 1, kept.head)]
+        return [HeldGroup(f"frozen {name}", count, size, 0, ()) for name, count, size in groups]
+
+
 class PeakmarkStates:
     """Our engine at one stage: what each place of a step holds beside the model's tensors."""
 
@@ -95,8 +120,12 @@ class PeakmarkStates:
         world_size: Any,
         accumulates: bool,
         syncs: bool = True,
+        adapters: GroupSizes | None = None,
     ) -> None:
-        """`syncs`: gradients are reduced after every micro-batch, not only after the last."""
+        """`syncs`: gradients are reduced after every micro-batch, not only after the last.
+
+        With `adapters` these alone are trained, and the model's own groups are frozen.
+        """
         self._bytes = Precisions.of(precision, Engine.PEAKMARK)
         self._precision = precision
         self._stage, self._accumulates = stage, accumulates
@@ -104,9 +133,14 @@ class PeakmarkStates:
         self._keeps_whole = accumulates and (stage < 2 or not syncs)
         self._layers = spec.num_layers
         self._embeds_once = len(group_shapes(spec)["embedding"]) == 1
-        self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
+        has_tied_gradients = spec.tie_word_embeddings and adapters is None
+        self._tied_numel = spec.vocab_size * spec.hidden_size if has_tied_gradients else 0
         # Experts that several ranks split have fewer ranks to be sharded over.
         numels, spread = group_numels(spec), group_numels(with_all_experts(spec))
+        self._frozen: FrozenGroups | None = None
+        if adapters is not None:
+            self._frozen = FrozenGroups(numels, world_size, sharded=stage == 3)
+            numels = spread = adapters
         self.shard = spread.map(lambda numel: _ceil_div(numel, world_size))
         self.padded = numels.map(lambda numel: _ceil_div(numel, world_size) * world_size)
         self._optimizer = optimizer
@@ -119,18 +153,23 @@ class PeakmarkStates:
     def persistent(self) -> Parts:
         """Parameters and optimizer states, in bytes."""
         state_bytes = self._states.map(lambda states: sum(s.size_bytes for s in states))
+        frozen = self._frozen.kept.total() if self._frozen else 0
         return {
-            "parameters": self._parameters.total() * self._bytes.parameter,
+            "parameters": (self._parameters.total() + frozen) * self._bytes.parameter,
             "optimizer": self._stepped.total() * self._bytes.master + state_bytes.total(),
         }
 
     def held_numels(self) -> list[HeldGroup]:
         """Per kind of group, the parameters kept and what the optimizer steps."""
         kept, stepped, states = self._parameters, self._stepped, self._states
-        layers = zip(kept.layers.by_kind(), stepped.layers.sizes, states.layers.sizes, strict=True)
+        sizes = zip(kept.layers.by_kind(), stepped.layers.sizes, states.layers.sizes, strict=True)
+        layers = [HeldGroup(name, count, size, *more) for (name, count, size), *more in sizes]
+        if self._frozen is not None:
+            adapters = (group._replace(name=f"{group.name} adapter") for group in layers)
+            return [*adapters, *self._frozen.held()]
         return [
             HeldGroup("embedding", 1, kept.embedding, stepped.embedding, states.embedding),
-            *(HeldGroup(name, count, size, *more) for (name, count, size), *more in layers),
+            *layers,
             HeldGroup("head", 1, kept.head, stepped.head, states.head),
         ]
 
@@ -148,6 +187,9 @@ class PeakmarkStates:
     def _gathered(self, place: Place) -> Any:
         if self._stage < 3:
             return 0
+        if self._frozen is not None:
+            own = self.padded.layers[place.layer] if place.in_layer else 0
+            return own + self._frozen.gathered(place)
         whole = self.padded.embedding
         if place.in_layer:
             whole = whole + self.padded.layers[place.layer]

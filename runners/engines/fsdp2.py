@@ -54,7 +54,8 @@ class Fsdp2Engine:
             cast_parameters(model, torch.bfloat16)
         self._shard_modules(precision, device)
         materialise(model, device, partial(_fill_shard, collectives=collectives, seed=seed))
-        self._optimizer = build_optimizer(optimizer, model.parameters(), lr)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = build_optimizer(optimizer, trained, lr)
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; FSDP2's hooks reduce when they are told to."""

@@ -20,9 +20,11 @@ from planner.workload import Attention, Checkpointing, Engine, Loss, TrainingWor
 from runners.contract import JobKind
 from runners.engines.base import TrainingEngine
 from runners.engines.ddp import DdpEngine
+from runners.engines.deepspeed import DeepSpeedEngine
 from runners.engines.fsdp2 import Fsdp2Engine
 from runners.engines.precision import forward_context
 from runners.engines.zero_redundancy import ZeroRedundancyEngine
+from runners.jobs.adapters import choose_trained
 from runners.jobs.attention_calls import recorded_sdpa_call
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.losses import install_chunked_loss
@@ -44,6 +46,7 @@ ENGINES: dict[Engine, Callable[..., TrainingEngine]] = {
     Engine.FSDP2: Fsdp2Engine,
     Engine.DDP: DdpEngine,
     Engine.ZERO_REDUNDANCY: ZeroRedundancyEngine,
+    Engine.DEEPSPEED: DeepSpeedEngine,
 }
 _STEADY_PHASES = ("forward", "backward", "optimizer")
 _ATTENTION_NAMES = {
@@ -69,6 +72,7 @@ def build_model(plan: Plan) -> nn.Module:
             attn_implementation=_ATTENTION_NAMES[workload.attention],
             dtype=torch.float32,
         )
+        choose_trained(model, workload)
     if workload.checkpointing is Checkpointing.FULL:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     _install_loss(model, workload.loss)

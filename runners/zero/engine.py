@@ -64,6 +64,7 @@ class ZeroEngine:
             )
             for members in partition_parameters(model)
         ]
+        self.trained = [group for group in self.groups if not group.is_frozen]
         refill_buffers(model, device)
         whole = optimizer in WHOLE_MATRIX_KINDS
         if whole and stage != 0:
@@ -77,7 +78,7 @@ class ZeroEngine:
                 split=group.layout.views if whole else None,
                 in_layer=group.name.startswith("layer."),
             )
-            for group in self.groups
+            for group in self.trained
         ]
         self._awaited: list[FlatGroup] = []
         self._is_in_backward = False
@@ -92,7 +93,7 @@ class ZeroEngine:
         self._reduces_now = last_micro_batch or (self._syncs_each and self.stage >= 2)
         # Collectives must come in one order on all ranks even where some rank's parameters get
         # no gradient, so groups are reduced in this order only.
-        self._awaited = self.groups[::-1]
+        self._awaited = self.trained[::-1]
         self._is_in_backward = True
         try:
             loss.backward()
@@ -103,12 +104,12 @@ class ZeroEngine:
     def step(self) -> None:
         """Step every group's optimizer, share the new parameters, free the gradients."""
         with torch.no_grad():
-            for group, optimizer in zip(self.groups, self._optimizers, strict=True):
+            for group, optimizer in zip(self.trained, self._optimizers, strict=True):
                 whole = group.gradient if self.stage == 0 else None
                 optimizer.step(group.own_gradient() if whole is None else whole)
                 if self.stage in (1, 2):
                     self.collectives.all_gather(group.flat, group.shard)
-        for group in self.groups:
+        for group in self.trained:
             group.free_full_gradient()
             group.gradient_shard = None
 
@@ -135,20 +136,20 @@ class ZeroEngine:
         }
 
     def _hook_gradients(self) -> None:
-        for group in self.groups:
+        for group in self.trained:
             for index, parameter in enumerate(group.parameters):
-                if parameter.requires_grad:
-                    parameter.register_hook(partial(self._before_gradient, group, index))
-                    parameter.register_post_accumulate_grad_hook(
-                        partial(self._after_gradient, group)
-                    )
+                parameter.register_hook(partial(self._before_gradient, group, index))
+                parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, group))
 
     def _hook_layers(self, layers: nn.ModuleList) -> None:
-        by_name = {group.name: group for group in self.groups}
         for index, layer in enumerate(layers):
-            group = by_name[f"layer.{index}"]
-            layer.register_forward_pre_hook(partial(self._before_forward, group))
-            layer.register_forward_hook(partial(self._after_layer, group))
+            groups = self._named(f"layer.{index}")
+            for group in groups:
+                layer.register_forward_pre_hook(partial(self._before_forward, group))
+            layer.register_forward_hook(partial(self._after_layer, groups))
+
+    def _named(self, name: str) -> list[FlatGroup]:
+        return [group for group in self.groups if group.name == name]
 
     def _hook_outer_modules(self) -> None:
         # Embedding and head have no module of their own: each module that holds one of their
@@ -161,24 +162,35 @@ class ZeroEngine:
     def _before_forward(self, group: FlatGroup, module: nn.Module, args: Any) -> None:
         group.gather(self.collectives.all_gather)
 
-    def _after_layer(self, group: FlatGroup, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_layer(
+        self, groups: list[FlatGroup], module: nn.Module, args: Any, output: Any
+    ) -> None:
         if self._is_in_backward:
             return  # a checkpoint's recompute: its backward is about to use the parameters
         outputs = output if isinstance(output, tuple) else (output,)
         for tensor in outputs:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._before_layer_backward, group))
-        group.release()
+                tensor.register_hook(partial(self._before_layer_backward, groups))
+        for group in groups:
+            group.release()
 
-    def _before_layer_backward(self, group: FlatGroup, gradient: Tensor) -> None:
-        group.gather(self.collectives.all_gather)
+    def _before_layer_backward(self, groups: list[FlatGroup], gradient: Tensor) -> None:
+        self._release_frozen(groups)
+        for group in groups:
+            group.gather(self.collectives.all_gather)
+
+    def _release_frozen(self, needed: list[FlatGroup]) -> None:
+        """Release frozen groups but the `needed`: no gradient of theirs says when they are done."""
+        for group in self.groups:
+            if group.is_frozen and group not in needed:
+                group.release()
 
     def _before_gradient(self, group: FlatGroup, index: int, gradient: Tensor) -> None:
         group.accept_gradient(index)
 
     def _after_gradient(self, group: FlatGroup, parameter: Tensor) -> None:
         group.arrived += 1
-        if group.arrived == sum(p.requires_grad for p in group.parameters):
+        if group.arrived == len(group.parameters):
             group.is_complete = True
             while self._awaited and self._awaited[0].is_complete:
                 self._complete(self._awaited.pop(0))
@@ -189,6 +201,8 @@ class ZeroEngine:
                 group.accept_gradient(index)
             self._complete(group)
         self._awaited = []
+        if self.stage == 3:
+            self._release_frozen([])
 
     def _complete(self, group: FlatGroup) -> None:
         group.arrived, group.is_complete = 0, False

@@ -34,6 +34,7 @@ class Members:
 
     name: str
     owners: tuple[tuple[Owner, ...], ...]
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def partition_parameters(model: nn.Module) -> list[Members]:
     """Split a causal language model into the groups embedding, one per decoder layer, head.
 
     A head that is tied to the embedding belongs to the embedding; the head's group is then the
-    final norm alone.
+    final norm alone. What is not trained of a group is a group of its own, of the same name.
     """
     group_of: dict[nn.Module, str] = {}
     for child in _outer_modules(model):
@@ -133,19 +134,31 @@ def partition_parameters(model: nn.Module) -> list[Members]:
     for index, layer in enumerate(layers):
         group_of.update(dict.fromkeys(layer.modules(), f"layer.{index}"))
     names = ["embedding", *(f"layer.{index}" for index in range(len(layers))), "head"]
-    members: dict[str, list[tuple[Owner, ...]]] = {name: [] for name in names}
-    for owners in find_owners(model).values():
-        members[group_of.get(owners[0].module, "head")].append(tuple(owners))
-    return [Members(name, tuple(owners)) for name, owners in members.items() if owners]
+    members: dict[tuple[str, bool], list[tuple[Owner, ...]]] = {
+        (name, is_frozen): [] for name in names for is_frozen in (True, False)
+    }
+    for parameter, owners in find_owners(model).items():
+        name = group_of.get(owners[0].module, "head")
+        members[name, not parameter.requires_grad].append(tuple(owners))
+    return [
+        Members(name, tuple(owners), is_frozen)
+        for (name, is_frozen), owners in members.items()
+        if owners
+    ]
 
 
 def initialise_parameter(values: Tensor, name: str, seed: int) -> None:
     """Fill `values` from `seed` and the parameter's name: small normal, norms one, biases zero.
 
+    The second matrix of an adapter is zero, so that it starts as nothing.
+
     Every rank and every engine gets the same values for the same name, shape, dtype and device.
     """
     if values.dim() < 2:
         values.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    if ".lora_B." in name:
+        values.zero_()
         return
     generator = torch.Generator(values.device).manual_seed(seed ^ zlib.crc32(name.encode()))
     values.normal_(0.0, INITIAL_STD, generator=generator)
@@ -188,7 +201,7 @@ class FlatGroup:
         seed: int,
         sharded_parameters: bool,
     ) -> None:
-        self.name = members.name
+        self.name, self.is_frozen = members.name, members.is_frozen
         self.rank = rank
         self.owners = members.owners
         self.layout = _lay_out(members, world_size)
