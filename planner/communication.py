@@ -12,6 +12,8 @@ import numpy as np
 from planner.families import parameter_shapes
 from planner.hardware import Gpu
 from planner.memory.ddp import bucket_bytes, model_order
+from planner.memory.deepspeed import reductions
+from planner.memory.deepspeed_fetch import steady_fetches
 from planner.memory.parallel import group_size
 from planner.model import ModelSpec
 from planner.operations import Numbers
@@ -87,6 +89,27 @@ def _ddp_volumes(
     return [("broadcast", volume, len(parameters)), reductions]
 
 
+def _deepspeed_volumes(
+    spec: ModelSpec, workload: TrainingWorkload, stage: int
+) -> list[tuple[str, float, int]]:
+    """DeepSpeed's, as `_volumes`: stages 1 and 2 all-reduce each bucket (2P) and gather P.
+
+    Stage 1 reduces after the last micro-batch only. Stage 3 reduce-scatters its buckets (P) and
+    gathers what its coordinator fetches, up to 2P: what stays for the backward is gathered once.
+    """
+    rounds = workload.grad_accumulation
+    buckets = sum(len(filled) for filled in reductions(spec).values())
+    size_bytes = 2.0 * spec.parameters
+    if stage < 3:
+        rounds = rounds if stage == 2 else 1
+        reduced = ("all_reduce", 2 * size_bytes * rounds, buckets * rounds)
+        return [("all_gather", size_bytes, 1), reduced]
+    fetches = steady_fetches(spec, workload.checkpointing is Checkpointing.FULL)
+    gathered = 2.0 * fetches.gathered_numel * rounds
+    scattered = ("reduce_scatter", size_bytes * rounds, buckets * rounds)
+    return [("all_gather", gathered, fetches.calls * rounds), scattered]
+
+
 def _volumes(
     spec: ModelSpec, workload: TrainingWorkload, engine: Engine, stage: int
 ) -> list[tuple[str, float, int]]:
@@ -100,6 +123,8 @@ def _volumes(
     """
     if engine in (Engine.DDP, Engine.ZERO_REDUNDANCY):
         return _ddp_volumes(spec, workload, engine)
+    if engine is Engine.DEEPSPEED:
+        return _deepspeed_volumes(spec, workload, stage)
     gather_bytes, reduce_bytes = _element_bytes(engine, workload.precision)
     total, groups = spec.parameters, spec.num_layers + 2
     layers = sum(p.total_numel for p in parameter_shapes(spec) if p.group == "layer")

@@ -79,6 +79,27 @@ def check_engine(workload: TrainingWorkload, parallelism: Parallelism) -> None:
         raise PlanError("workload.optimizer", str(optimizer), others, sentence=sentence)
 
 
+def engine_notes(parallelism: Parallelism) -> tuple[str, ...]:
+    """Say what a prediction assumes of an engine that is not ours."""
+    stage = parallelism.zero_stage
+    if parallelism.engine is Engine.ZERO_REDUNDANCY:
+        return (
+            "ZeroRedundancyOptimizer deals out whole parameters: rank 0 holds the states of the "
+            "largest, however many GPUs there are.",
+        )
+    if parallelism.engine is not Engine.DEEPSPEED:
+        return ()
+    first = (
+        "Its first two micro-batches, in which it learns the order of modules, take less."
+        if stage == 3
+        else "Its first step, without optimizer states, takes less."
+    )
+    return (
+        "DeepSpeed 0.19 with default buckets (5e8 elements) is predicted for its steady state. "
+        f"{first} What reducing a bucket takes is counted at the end of a layer's backward.",
+    )
+
+
 def _words(choices: list[Optimizer] | tuple[object, ...]) -> str:
     *first, last = (str(choice) for choice in choices)
     return f"{', '.join(first)} or {last}" if first else last

@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.comparison import plan_traits
 from planner.decode import decode_throughput
+from planner.engines import engine_notes
 from planner.error_history import Interval, interval_around
 from planner.families import parameter_shapes
 from planner.memory.overheads import outside_bytes
@@ -114,6 +115,7 @@ def _predict_training(
             *_length_notes(plan.model, workload.sequence_length),
             *attention_notes(plan.model, workload),
             *routing_notes(plan.model),
+            *engine_notes(plan.parallelism),
             *step.notes(),
             *speed.notes,
             SPEED_IS_A_BOUND,

@@ -90,9 +90,12 @@ class DdpStates:
         stage: int,
         world_size: Any,
         accumulates: bool,
+        syncs: bool = True,
     ) -> None:
         self._spec, self._optimizer = spec, optimizer
         self._bytes, self._precision = Precisions.of(precision, Engine.DDP), precision
+        # Before the last micro-batch nothing is reduced: gradients are tensors beside the buckets.
+        self._copies = 2 if accumulates and not syncs else 1
         self._shards, self._world_size = stage == 1, world_size
         self._numels = group_numels(spec)
         self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
@@ -142,7 +145,7 @@ class DdpStates:
         """The buckets, and the shares of a tied weight that autograd holds, in bytes."""
         return {
             "gathered": 0,
-            "gradients": self._numels.total() * self._bytes.gradient,
+            "gradients": self._copies * self._numels.total() * self._bytes.gradient,
             "temporary": tied_shares(place, self._precision) * self._tied_numel * self._bytes.gradient,
         }
 

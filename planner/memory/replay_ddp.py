@@ -82,7 +82,14 @@ class DdpReplay(EngineBase):
         """Nothing: the buckets are there already."""
 
     def after(self, section: str, layer: int, gradients: Blocks) -> None:
-        """Nothing: gradients were copied into their buckets one by one."""
+        """Nothing, where gradients were copied into their buckets one by one.
+
+        Gradients that wait for a later micro-batch to be reduced are tensors beside the buckets.
+        """
+        if section == "loss_backward" and not self._reduces:
+            self._memory.take("beside", sum(self._gradients))
+        elif section == "embed_backward" and self._reduces:
+            self._memory.give("beside")
 
     def optimizer_step(self) -> None:
         """Step this rank's parameters; the buckets stay."""

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runners.engines.parameters import cast_parameters, materialise
+from runners.engines.parameters import cast_parameters, fill_parameter, materialise
 from runners.zero.collectives import Collectives
-from runners.zero.groups import decoder_layers, initialise_parameter, storage_bytes
+from runners.zero.groups import decoder_layers, storage_bytes
 from runners.zero.optimizer import build_optimizers, state_tensors
 
 
@@ -49,7 +49,7 @@ class DdpEngine:
         self._syncs_each = sync_each_micro_batch
         if precision == "bf16":
             cast_parameters(model, torch.bfloat16)
-        materialise(model, device, partial(_fill, seed=seed))
+        materialise(model, device, partial(fill_parameter, seed=seed))
         self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if dist.get_backend() == "fake":
             # DDP reads a hook's annotations, which must not be text: a lambda has none.
@@ -118,8 +118,3 @@ def _average_alone(world_size: int, buffer: Tensor) -> torch.futures.Future[Tens
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(buffer.div_(world_size))
     return future
-
-
-def _fill(parameter: nn.Parameter, name: str, *, seed: int) -> None:
-    with torch.no_grad():
-        initialise_parameter(parameter, name, seed)

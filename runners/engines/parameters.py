@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from runners.zero.groups import find_owners, refill_buffers
+from runners.zero.groups import find_owners, initialise_parameter, refill_buffers
 
 Fill = Callable[[nn.Parameter, str], None]
 
@@ -37,6 +37,12 @@ def materialise(model: nn.Module, device: torch.device, fill: Fill) -> None:
         fill(parameter, owners[0].name)
     _restore_meta_buffers(model, buffers)
     refill_buffers(model, device)
+
+
+@torch.no_grad()
+def fill_parameter(parameter: nn.Parameter, name: str, *, seed: int) -> None:
+    """Draw a whole parameter's values, the same on every rank."""
+    initialise_parameter(parameter, name, seed)
 
 
 def _restore_meta_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:

@@ -94,6 +94,24 @@ def test_ddp_reduces_its_buckets_and_zero_redundancy_broadcasts_every_parameter(
     }
 
 
+def test_deepspeed_all_reduces_buckets_and_fetches_what_does_not_stay() -> None:
+    ring, two = 7 / 8, {"grad_accumulation": 2}
+    # 8.03 billion elements in buckets of at most 5e8: head alone (525 million), embedding alone,
+    # and 218 million of a layer go two to a bucket.
+    calls = volumes(Engine.DEEPSPEED, 2)["all_reduce"][1]
+    assert 17 <= calls <= 19
+    for stage in (1, 2):
+        rounds = stage  # stage 1 waits for the last micro-batch
+        assert volumes(Engine.DEEPSPEED, stage, **two) == {
+            "all_gather": (2 * P * ring, 1),
+            "all_reduce": (rounds * 2 * 2 * P * ring, rounds * calls),
+        }
+    three = volumes(Engine.DEEPSPEED, 3)
+    assert three["reduce_scatter"] == (2 * P * ring, calls)
+    # All but a billion elements come once for the forward and once for the backward.
+    assert 2 * (2 * P - 1.6e9) * ring < three["all_gather"][0] < 2 * 2 * P * ring
+
+
 def test_fp32_sends_twice_as_much() -> None:
     double = volumes(Engine.PEAKMARK, 1, precision=Precision.AUTOCAST)
     assert double["all_gather"][0] == 2 * volumes(Engine.PEAKMARK, 1)["all_gather"][0]

@@ -1,0 +1,198 @@
+"""What DeepSpeed's ZeRO stages allocate around a model's sections (see `replay`)."""
+
+from __future__ import annotations
+
+from planner.memory.ddp import model_order
+from planner.memory.deepspeed import (
+    BF16_BYTES,
+    BUCKET_NUMEL,
+    FP32_BYTES,
+    FP64_BYTES,
+    SUB_GROUP_NUMEL,
+    flat_partition,
+    reductions,
+    sharded_partition,
+)
+from planner.memory.deepspeed_fetch import Event, steady_fetches
+from planner.memory.groups import Place
+from planner.memory.optimizers import Stepped
+from planner.memory.replay import Blocks, Memory
+from planner.memory.replay_base import EngineBase
+from planner.memory.sections import FLAT_GROUPS
+from planner.model import ModelSpec
+from planner.workload import Checkpointing, Parallelism, TrainingWorkload
+
+_GATHER_STREAM, _REDUCE_STREAM = 1, 2
+_BUCKET_BYTES = BUCKET_NUMEL * BF16_BYTES
+_HEAD = FLAT_GROUPS.index("flat_head")
+
+
+class DeepSpeedReplay(EngineBase):
+    """Fetches and reductions are made at the borders of the sections in which they fall."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        workload: TrainingWorkload,
+        parallelism: Parallelism,
+        memory: Memory,
+        workspaces_bytes: int,
+    ) -> None:
+        super().__init__(spec, workload, memory, workspaces_bytes)
+        self._stage, self._ranks = parallelism.zero_stage, parallelism.world_size
+        self._numels = [tensor.numel for _, tensor in model_order(spec, BF16_BYTES)]
+        cut = sharded_partition if self._stage == 3 else flat_partition
+        self._part = cut(spec, self._ranks)
+        self._reductions = reductions(spec)
+        recomputes = workload.checkpointing is Checkpointing.FULL
+        self._fetches = steady_fetches(spec, recomputes) if self._gathers else None
+        self._kept: Blocks = []
+        self._is_last = True
+
+    @property
+    def _gathers(self) -> bool:
+        return self._stage == 3 and self._ranks > 1
+
+    def start(self) -> None:
+        """Whole parameters, then what the stage makes of them."""
+        memory, part = self._memory, self._part
+        for number, numel in enumerate(self._numels):
+            memory.take(("parameter", number), numel * BF16_BYTES)
+        if self._tied:
+            memory.take("untied", self._numels[0] * BF16_BYTES)
+            memory.give("untied")
+        if self._stage == 3:
+            self._shard_parameters()
+        else:
+            memory.take("flat", part.padded * BF16_BYTES)
+            memory.give(*(("parameter", number) for number in range(len(self._numels))))
+        memory.take("clone", part.shard * BF16_BYTES)
+        memory.take("master", part.shard * FP32_BYTES)
+        memory.give("clone")
+        if self._stage == 3:
+            memory.take("gradients", part.shard * BF16_BYTES)
+            memory.take("bucket", _BUCKET_BYTES)
+        self._take_tokens()
+
+    def _shard_parameters(self) -> None:
+        memory = self._memory
+        for number, numel in enumerate(self._numels):
+            memory.take(("shard", number), -(-numel // self._ranks) * BF16_BYTES)
+            memory.give(("parameter", number))
+        memory.take("flat", self._part.shard * BF16_BYTES)
+        memory.give(*(("shard", number) for number in range(len(self._numels))))
+        if self._fetches is not None:
+            memory.take("small", self._fetches.persistent_numel * BF16_BYTES)
+
+    def start_micro_batch(self, is_last: bool) -> None:
+        """Only the last micro-batch ends in a step; stage 1 reduces in that one alone."""
+        super().start_micro_batch(is_last)
+        self._is_last = is_last
+
+    def before(self, section: str, layer: int) -> None:
+        """Fetch and release parameters as the coordinator does in this section."""
+        if section != "loss_backward":
+            self._fetch(_place(section, layer))
+        self._take_workspace(section)
+
+    def _fetch(self, place: Place) -> None:
+        events = self._fetches.events[place] if self._fetches is not None else []
+        for event in events:
+            if event.gathers:
+                self._gather(event)
+            else:
+                self._memory.give(*(("whole", p.name) for p in event.parameters))
+
+    def _gather(self, event: Event) -> None:
+        """Several parameters come in one buffer and are copied out of it."""
+        memory = self._memory
+        sizes = [-(-p.numel // self._ranks) * self._ranks * BF16_BYTES for p in event.parameters]
+        if len(sizes) > 1:
+            memory.take("gather", sum(sizes), _GATHER_STREAM)
+        for parameter, size_bytes in zip(event.parameters, sizes, strict=True):
+            memory.take(("whole", parameter.name), size_bytes, _GATHER_STREAM)
+        memory.give("gather")
+
+    def first_gradient(self, group: int, layer: int) -> None:
+        """The bucket begins with the backward's first gradient."""
+        if group == _HEAD:
+            self._memory.take("bucket", _BUCKET_BYTES)
+
+    def after(self, section: str, layer: int, gradients: Blocks) -> None:
+        """Reduce the buckets that filled; end a micro-batch after the embedding's backward."""
+        if not section.endswith("_backward"):
+            return
+        if section == "loss_backward":
+            self._fetch(_place(section, layer))
+            self._memory.take("bucket", _BUCKET_BYTES)
+        if self._stage == 1:
+            self._keep(section, gradients)
+        else:
+            for numel in self._reductions.get(_place(section, layer), ()):
+                self._reduce(numel)
+        if section == "embed_backward":
+            self._end_micro_batch()
+
+    def _keep(self, section: str, gradients: Blocks) -> None:
+        """Stage 1: whole gradients until all are reduced, after the last micro-batch."""
+        self._kept += [block for block in gradients if block is not None]
+        if self._workload.grad_accumulation > 1 and section == "loss_backward":
+            self._memory.take("whole gradients", sum(self._numels) * BF16_BYTES)
+        if section != "embed_backward" or not self._is_last:
+            return
+        moved_bytes, copied = 0, min(sum(self._numels), BUCKET_NUMEL)
+        while self._kept and moved_bytes < copied * BF16_BYTES:
+            block = self._kept.pop()
+            moved_bytes += block.size_bytes
+            self._memory.allocator.release(block)
+        self._reduce(copied)
+        for block in self._kept:
+            self._memory.allocator.release(block)
+        self._kept = []
+        self._memory.give("whole gradients")
+
+    def _reduce(self, numel: int) -> None:
+        memory = self._memory
+        if self._part.is_split:
+            stream = _REDUCE_STREAM if self._stage == 3 else 0
+            memory.take("copy", numel * BF16_BYTES, stream)
+            memory.give("copy")
+        if self._stage != 3:
+            added = memory.holds("own") and self._stage == 2 and self._is_later
+            memory.take("added" if added else "own", self._part.own * BF16_BYTES)
+
+    @property
+    def _is_later(self) -> bool:
+        return self._workload.grad_accumulation > 1 and self._is_last
+
+    def _end_micro_batch(self) -> None:
+        memory = self._memory
+        memory.give("added")
+        if self._stage != 3 and (self._stage == 2 or self._is_last):
+            memory.give("bucket")
+        if self._fetches is not None:
+            everything = (e for events in self._fetches.events.values() for e in events)
+            memory.give(*{("whole", p.name) for e in everything for p in e.parameters})
+
+    def optimizer_step(self) -> None:
+        """The gradients' norm in fp64, the fp32 gradient, the step."""
+        memory, part = self._memory, self._part
+        memory.take("norm", part.largest_own * FP64_BYTES)
+        memory.give("norm")
+        shards = [part.shard]
+        if self._stage == 3:
+            whole, rest = divmod(part.shard, SUB_GROUP_NUMEL)
+            shards = [SUB_GROUP_NUMEL] * whole + ([rest] if rest else [])
+        for number, shard in enumerate(shards):
+            if part.num_own > 1:
+                memory.take("flat gradient", shard * BF16_BYTES)
+            memory.take("fp32 gradient", shard * FP32_BYTES)
+            memory.give("flat gradient", "own")
+            self._step_tensors(number, [Stepped((shard,), FP32_BYTES)])
+            memory.give("fp32 gradient")
+
+
+def _place(section: str, layer: int) -> Place:
+    if "layer" not in section:
+        return Place(section)
+    return Place("layer_backward" if section.endswith("_backward") else "layer", layer)

@@ -1,0 +1,143 @@
+"""DeepSpeed's stages against figures measured with deepspeed 0.19.8, and worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from planner.memory.deepspeed import (
+    BUCKET_NUMEL,
+    DeepSpeedStates,
+    flat_partition,
+    reductions,
+    sharded_partition,
+)
+from planner.memory.deepspeed_fetch import MAX_LIVE_NUMEL, steady_fetches
+from planner.memory.groups import Place
+from planner.memory.training import training_grid, training_memory
+from planner.model import ModelSpec
+from planner.presets import resolve_model
+from planner.units import MIB_BYTES
+from planner.workload import Attention, Engine, Optimizer, Parallelism, Precision, TrainingWorkload
+
+# hidden 2048, 16 layers, untied vocabulary of 128,256: 1.5 billion parameters.
+MODEL = resolve_model("meta-llama/Llama-3.2-1B", {"tie_word_embeddings": False})
+LAYER = 60_821_504
+EMBEDDING = 128256 * 2048
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "peak_mib", "reserved_mib"),
+    [
+        (8, 1, 17_935, 19_588),
+        (8, 2, 17_935, 19_588),
+        (8, 3, 18_673, 22_894),
+        (64, 3, 16_172, 19_642),
+        (1, 2, 32_940, None),
+    ],
+)
+def test_peaks_are_those_measured_on_an_h200(
+    ranks: int, stage: int, peak_mib: int, reserved_mib: int | None
+) -> None:
+    """Rank 0 over the fake process group, micro-batch 1, s 4096, SDPA, steady state, fused AdamW."""
+    parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=stage, world_size=ranks)
+    memory = training_memory(MODEL, TrainingWorkload(sequence_length=4096), parallelism)
+    assert memory.allocated_bytes / MIB_BYTES == pytest.approx(peak_mib, rel=5e-4)
+    if reserved_mib:
+        reserved = memory.overheads.reserved_bytes / MIB_BYTES
+        assert reserved == pytest.approx(reserved_mib, rel=0.01)
+    ledger = memory.to_dict()["ledger"]
+    assert sum(row["bytes"] for row in ledger) == memory.allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "after_step_mib"),
+    [(8, 1, 5_066), (8, 2, 5_066), (8, 3, 3_877), (64, 3, 1_376), (1, 2, 20_071)],
+)
+def test_what_stays_after_a_step_is_what_was_measured(
+    ranks: int, stage: int, after_step_mib: int
+) -> None:
+    states = DeepSpeedStates(
+        MODEL, Precision.MIXED, Optimizer.ADAMW_FUSED, stage, ranks, accumulates=False
+    )
+    workspaces_mib = 64
+    held = sum(states.persistent().values()) / MIB_BYTES + workspaces_mib
+    assert held == pytest.approx(after_step_mib, abs=1.5)
+
+
+def test_rank_0_of_eight_owns_a_piece_of_the_embedding() -> None:
+    part = flat_partition(MODEL, 8)
+    assert part.padded == MODEL.parameters  # divisible by 16
+    assert part.shard == part.largest_own == MODEL.parameters // 8 < EMBEDDING
+    assert (part.own, part.num_own) == (EMBEDDING, 1)
+    assert flat_partition(MODEL, 7).padded % 14 == 0
+    everything = 2 + 9 * 16 + 1
+    assert sharded_partition(MODEL, 8).num_own == everything
+
+
+def test_buckets_are_reduced_when_the_next_gradient_does_not_fit() -> None:
+    # The head and the norm, then three whole layers and most of a fourth.
+    found = reductions(MODEL)
+    first = min(found, key=lambda place: (place.section != "layer_backward", -place.layer))
+    assert first == Place("layer_backward", 12)
+    filled = [numel for buckets in found.values() for numel in buckets]
+    assert sum(filled) == MODEL.parameters
+    assert max(filled) <= BUCKET_NUMEL
+
+
+def test_stage_3_fetches_ahead_up_to_a_billion_elements() -> None:
+    fetches = steady_fetches(MODEL, recomputes=False)
+    at_loss = fetches.live[Place("loss_backward")]
+    assert MAX_LIVE_NUMEL <= at_loss < MAX_LIVE_NUMEL + 8192 * 2048
+    # 33 norms of 2048 elements are never sharded.
+    assert fetches.persistent_numel == 33 * 2048
+    # Forward and backward gather everything once, but for what stays between them.
+    assert MODEL.parameters < fetches.gathered_numel < 2 * MODEL.parameters
+
+
+def test_a_model_that_fits_the_limits_is_gathered_once_and_stays() -> None:
+    small = resolve_model("meta-llama/Llama-3.2-1B", {"num_hidden_layers": 3})
+    fetches = steady_fetches(small, recomputes=False)
+    assert fetches.gathered_numel == small.parameters - fetches.persistent_numel
+    assert fetches.live[Place("head")] == fetches.gathered_numel
+
+
+def states_of(spec: ModelSpec, stage: int, accumulates: bool, ranks: int = 8) -> DeepSpeedStates:
+    return DeepSpeedStates(
+        spec, Precision.MIXED, Optimizer.ADAMW_FUSED, stage, ranks, accumulates=accumulates
+    )
+
+
+def test_the_optimizer_step_casts_the_gradients_of_its_shard() -> None:
+    shard = MODEL.parameters // 8
+    step = states_of(MODEL, 2, accumulates=False).optimizer_step()
+    # One piece of one gradient: no flat copy, and its norm in fp64 is the most.
+    assert step == {"gradients": 2 * EMBEDDING, "temporary": 8 * shard}
+    whole = states_of(MODEL, 2, accumulates=False, ranks=1).optimizer_step()
+    assert whole["temporary"] == (2 + 4) * MODEL.parameters
+
+
+def test_gradients_between_micro_batches_are_whole_at_stage_1_and_own_at_stage_2() -> None:
+    at = Place("layer", 3)
+    assert states_of(MODEL, 1, accumulates=True).at(at)["gradients"] == 2 * MODEL.parameters
+    assert states_of(MODEL, 2, accumulates=True).at(at)["gradients"] == 2 * EMBEDDING
+    assert states_of(MODEL, 1, accumulates=False).at(at)["gradients"] == 0
+    backward = Place("layer_backward", 14)
+    kept = states_of(MODEL, 1, accumulates=False).at(backward)["gradients"]
+    assert kept == 2 * (EMBEDDING + 2048 + LAYER + BUCKET_NUMEL)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replay_formulas_and_grid_see_the_same_peak(stage: int, accumulation: int) -> None:
+    spec = resolve_model("meta-llama/Llama-3.2-1B", {"num_hidden_layers": 4})
+    workload = TrainingWorkload(
+        sequence_length=512, attention=Attention.EAGER, grad_accumulation=accumulation
+    )
+    parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=stage, world_size=4)
+    replayed = training_memory(spec, workload, parallelism).allocated_bytes
+    summed = training_memory(spec, workload, parallelism, segment_share=0.1).allocated_bytes
+    assert replayed == pytest.approx(summed, rel=0.03)
+    grid = training_grid(spec, workload, Engine.DEEPSPEED, (stage,), (2, 4), (1,), (512,))
+    assert grid["allocated_bytes"].dtype == np.int64
+    assert grid["allocated_bytes"][0, 1, 0, 0] == summed
