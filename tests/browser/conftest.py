@@ -14,10 +14,21 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from playwright.sync_api import Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = os.environ.get("PEAKMARK_CHROMIUM", "/usr/bin/chromium")
 START_TIMEOUT_S = 90.0
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-quic",
+]
+DRAW_TIMEOUT_MS = 90_000
 
 
 def _free_port() -> int:
@@ -70,3 +81,14 @@ def product(tmp_path: Path) -> Iterator[str]:
             process.terminate()
         for process in running:
             process.wait(timeout=60)
+
+
+@pytest.fixture
+def page(chromium: str) -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1440, "height": 1000})
+        page.set_default_timeout(DRAW_TIMEOUT_MS)
+        expect.set_options(timeout=DRAW_TIMEOUT_MS)
+        yield page
+        browser.close()

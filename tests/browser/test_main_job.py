@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--disable-quic",
-]
-DRAW_TIMEOUT_MS = 90_000
 RUN_TIMEOUT_MS = 240_000
 CONFIG = (
     '{"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, '
     '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, '
     '"tie_word_embeddings": false}'
 )
-
-
-@pytest.fixture
-def page(chromium: str) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        page = browser.new_page(viewport={"width": 1440, "height": 1000})
-        page.set_default_timeout(DRAW_TIMEOUT_MS)
-        expect.set_options(timeout=DRAW_TIMEOUT_MS)
-        yield page
-        browser.close()
 
 
 def test_a_pasted_model_is_predicted_proved_and_measured(page: Page, product: str) -> None:
