@@ -45,10 +45,10 @@ def _check_loss(loss: Loss, parallelism: Parallelism) -> None:
 
 def _check_sync(workload: TrainingWorkload, parallelism: Parallelism) -> None:
     engine = parallelism.engine
-    if not workload.sync_each_micro_batch and engine not in (Engine.PEAKMARK, Engine.FSDP2):
+    if not workload.sync_each_micro_batch and engine is Engine.DEEPSPEED:
         sentence = (
             "workload.sync_each_micro_batch is false: what accumulation without reduction keeps is "
-            f"not predicted for {engine}; use true, or engine peakmark or fsdp2."
+            f"not predicted for {engine}; use true, or another engine."
         )
         raise PlanError("workload.sync_each_micro_batch", False, "true", sentence=sentence)
 

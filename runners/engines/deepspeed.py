@@ -36,11 +36,14 @@ class DeepSpeedEngine:
         device: torch.device,
         collectives: Collectives,
         seed: int = 0,
+        sync_each_micro_batch: bool = True,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"DeepSpeed runs as ZeRO stage 1, 2 or 3 here, not {stage!r}")
         if precision != "mixed":
             raise ValueError(f"DeepSpeed's bf16 is precision mixed, not {precision}")
+        if not sync_each_micro_batch:
+            raise ValueError("DeepSpeed's stages decide by themselves when gradients are reduced")
         self.stage, self.collectives, self._model = stage, collectives, model
         cast_parameters(model, torch.bfloat16)
         materialise(model, device, partial(fill_parameter, seed=seed))
@@ -70,7 +73,10 @@ class DeepSpeedEngine:
         zero = self.module.optimizer
         if self.stage == 3:
             parameters = [zero.lp_param_buffer]
-            gradients, master = [zero.grad_partitions_flat_buffer], zero.fp32_partitioned_groups_flat
+            gradients, master = (
+                [zero.grad_partitions_flat_buffer],
+                zero.fp32_partitioned_groups_flat,
+            )
         else:
             parameters, master = zero.bit16_groups_flat, zero.single_partition_of_fp32_groups
             averaged = [g for group in zero.averaged_gradients.values() for g in group or []]
@@ -87,8 +93,9 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) 
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("engine deepspeed needs DeepSpeed: pip install 'peakmark[deepspeed]'")
     # DeepSpeed reads its place in the world from the environment, whatever group there is.
+    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
     place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    for name, value in {**place, "LOCAL_RANK": torch.cuda.current_device() if torch.cuda.is_available() else 0}.items():
+    for name, value in {**place, "LOCAL_RANK": local_rank}.items():
         os.environ.setdefault(name, str(value))
     import deepspeed
 
