@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from planner.memory.allocator import CachingAllocator
 from planner.memory.expandable import ExpandableAllocator
 from planner.memory.groups import Place
-from planner.memory.sections import COMPONENTS, Row, StepSequence, allocations
+from planner.memory.sections import COMPONENTS, FLAT_GROUPS, Row, StepSequence, allocations
 from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
@@ -68,6 +68,9 @@ class EngineReplay(Protocol):
 
     def first_gradient(self, group: int, layer: int) -> None:
         """A parameter group's first gradient has arrived (an index of FLAT_GROUPS)."""
+
+    def last_gradient(self, group: int, layer: int) -> None:
+        """A parameter group's last gradient has been added."""
 
     def first_backward_product(self) -> None:
         """The first matrix product of a backward has its result."""
@@ -167,8 +170,11 @@ class ModelReplay:
         if block is not None:
             self._allocator.release(block)
 
-    def _mark(self, place: Place, group: int) -> None:
-        if place.section != "loss_backward" or self._tied_row < 0:
+    def _mark(self, place: Place, mark: int) -> None:
+        group = mark % len(FLAT_GROUPS)
+        if mark != group:
+            self._engine.last_gradient(group, place.layer)
+        elif place.section != "loss_backward" or self._tied_row < 0:
             self._engine.first_gradient(group, place.layer)
 
     def _join_tied(self, own: Blocks, gradients: Blocks) -> None:

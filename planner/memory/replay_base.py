@@ -44,6 +44,9 @@ class EngineBase:
         if section == "layer":
             self._memory.take(("workspace", "forward"), self._workspace_bytes)
 
+    def last_gradient(self, group: int, layer: int) -> None:
+        """Nothing, where an engine reduces at the end of a section."""
+
     def first_backward_product(self) -> None:
         """Autograd's thread multiplies for the first time."""
         self._memory.take(("workspace", "backward"), self._workspace_bytes)

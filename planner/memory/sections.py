@@ -5,7 +5,7 @@ kinds of the layer before, this layer and the layer after (see `kinds`), or one 
 layer where its neighbours make no difference. The sections around the layers go by the layer they
 touch. Rows are of three kinds: [component, monomial, bytes] allocates a tensor of `bytes` times the
 monomial; [where, number] releases the tensor that was the `number`-th allocated `where`; [group]
-marks that a parameter group's first gradient has arrived.
+marks that a parameter group's first gradient has arrived, [group + 3] that its last one has.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from planner.memory.kinds import contexts, wider_contexts
 
 COMPONENTS = ("activations", "attention", "logits", "temporary", "gradients")
 FLAT_GROUPS = ("flat_embedding", "flat_layer", "flat_head")
+MARKS = (*FLAT_GROUPS, "done_embedding", "done_layer", "done_head")
 FORWARD = ("embed", "layer", "head", "loss")
 BACKWARD = ("loss_backward", "layer_backward", "embed_backward")
 SECTIONS = (*FORWARD, *BACKWARD)
@@ -190,6 +191,8 @@ class StepSequence:
         moments: list[LiveSet] = []
         for row in self.rows(place):
             if len(row) == 1:
+                if row[0] >= len(FLAT_GROUPS):
+                    continue
                 live["gradients", FLAT_GROUPS[row[0]]] += 1
             elif len(row) == 3:
                 live[self._entry(row)] += row[2]

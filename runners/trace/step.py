@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from runners.trace.standins import cuda_stand_ins
 from runners.trace.symbols import PRIMES
 from runners.trace.tape import Event, Tape
 from runners.trace.variants import Variant
-from runners.zero.groups import decoder_layers, partition_parameters
+from runners.zero.groups import Members, decoder_layers, partition_parameters
 
 
 def trace_step(variant: Variant, pattern: Pattern, gradients_exist: bool) -> list[Event]:
@@ -85,23 +84,30 @@ def _prepare_parameters(model: nn.Module, tape: Tape, gradients_exist: bool) -> 
             tape.ignore(parameter.grad)
         parameter.register_post_accumulate_grad_hook(lambda p: tape.mark_gradient(p.grad))
     if gradients_exist:
-        _mark_first_gradients(model, tape)
+        for members in (m for m in partition_parameters(model) if not m.is_frozen):
+            _mark_gradients(members, tape)
 
 
-def _mark_first_gradients(model: nn.Module, tape: Tape) -> None:
-    """Note when a group's first gradient arrives: an engine with flat gradients allocates then."""
-    seen: set[str] = set()
-    for members in (m for m in partition_parameters(model) if not m.is_frozen):
-        for owners in members.owners:
-            parameter = owners[0].module.get_parameter(owners[0].attribute)
-            if parameter.requires_grad:
-                parameter.register_hook(partial(_first_gradient, tape, seen, members.name))
+def _mark_gradients(members: Members, tape: Tape) -> None:
+    """Note a group's first gradient, when an engine allocates flat ones, and its last, when it
+    reduces them."""
+    group, arrived = members.name.split(".")[0], [0, 0]
+    owned = [o[0].module.get_parameter(o[0].attribute) for o in members.owners]
+    trained = [parameter for parameter in owned if parameter.requires_grad]
 
+    def comes(gradient: torch.Tensor) -> None:
+        arrived[0] += 1
+        if arrived[0] == 1:
+            tape.mark("flat_" + group)
 
-def _first_gradient(tape: Tape, seen: set[str], group: str, gradient: torch.Tensor) -> None:
-    if group not in seen:
-        seen.add(group)
-        tape.mark("flat_" + group.split(".")[0])
+    def is_added(parameter: torch.Tensor) -> None:
+        arrived[1] += 1
+        if arrived[1] == len(trained):
+            tape.mark("done_" + group)
+
+    for parameter in trained:
+        parameter.register_hook(comes)
+        parameter.register_post_accumulate_grad_hook(is_added)
 
 
 def _watch_sections(model: nn.Module, tape: Tape) -> None:

@@ -19,11 +19,11 @@ from planner.memory.sections import (
     COMPONENTS,
     EVERY_LAYER,
     EXPORTED,
-    FLAT_GROUPS,
     FORWARD,
     FORWARD_ABOVE,
     FORWARD_BELOW,
     LAST_LAYER,
+    MARKS,
     OWN_FORWARD,
     PREVIOUS,
     SECOND_TO_LAST,
@@ -147,7 +147,7 @@ def _component(allocation: Allocation, is_saved: bool) -> str:
     names = allocation.monomial.split("*")
     if "vocab" in names and ("seq" in names or "chunk" in names):
         return "logits"
-    if names.count("seq") == 2:
+    if names.count("seq") + names.count("half_seq_and_one") == 2:
         return "attention"
     return "activations" if is_saved else "temporary"
 
@@ -228,7 +228,7 @@ class _Encoder:
     def _row(self, place: Place, event: Event) -> list[Any]:
         allocation = event.allocation
         if allocation.op == "mark":
-            return [FLAT_GROUPS.index(allocation.monomial)]
+            return [MARKS.index(allocation.monomial)]
         if event.sign > 0:
             component = _component(allocation, id(allocation) in self._saved)
             size = allocation.coefficient_bytes
