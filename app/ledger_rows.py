@@ -31,6 +31,8 @@ def ledger_rows(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:
             "formula": entry["formula"],
         }
         for entry in memory["ledger"]
+        # A served model's ledger has the tensors of all phases, not of the peak alone.
+        if not prediction["serving"] or memory["peak_phase"] in entry["phases"]
     ]
     return sorted(rows, key=lambda row: -row["bytes"])
 

@@ -16,7 +16,10 @@ LEVERS: Mapping[str, str] = {
     "attention": "an attention kernel that stores no scores: sdpa or triton",
     "logits": "a smaller micro-batch, a shorter sequence, or a loss that never holds all logits",
     "temporary": "a smaller micro-batch, a shorter sequence, or another optimizer implementation",
-    "kv_cache": "fewer sequences, a shorter context, or a smaller cache dtype",
+}
+SERVING_LEVERS: Mapping[str, str] = {
+    "parameters": "a smaller dtype of the weights",
+    "kv_cache": "fewer sequences, a shorter context, or a smaller dtype of the cache",
 }
 
 # Names of parts as they read in a sentence.
@@ -73,17 +76,22 @@ def contributors(memory: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def reason_sentences(memory: Mapping[str, Any], size: Any) -> list[str]:
-    """Return the sentences that say why the peak is there; `size` turns bytes into text."""
+def reason_sentences(
+    memory: Mapping[str, Any], size: Any, levers: Mapping[str, str] = LEVERS
+) -> list[str]:
+    """Return the sentences that say why the peak is there; `size` turns bytes into text.
+
+    `levers` says what makes each part smaller.
+    """
     peak, following = peak_and_next(memory)
     rows = contributors(memory)
     said = [
-        f"The step is highest in **{peak['label'].lower()}**, at "
+        f"Memory is highest in **{peak['label'].lower()}**, at "
         f"{size(peak['allocated_bytes'])} allocated.",
         _largest_sentence(rows, size),
     ]
     if following is not None:
-        said += _next_sentences(memory, following, rows, size)
+        said += _next_sentences(memory, following, rows, size, levers)
     return said
 
 
@@ -100,6 +108,7 @@ def _next_sentences(
     following: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     size: Any,
+    levers: Mapping[str, str],
 ) -> list[str]:
     gap_bytes = memory["allocated_bytes"] - following["allocated_bytes"]
     label = following["label"].lower()
@@ -114,13 +123,15 @@ def _next_sentences(
             f"What makes the difference is {_words(first['component'])}: "
             f"{size(first['more_than_next_bytes'])} more than in {label}."
         )
-        said.append(_shrink_sentence(first, gap_bytes, label, size))
-    said.append(_both_sentence(rows, label, size))
+        said.append(_shrink_sentence(first, gap_bytes, label, size, levers))
+    said.append(_both_sentence(rows, size, levers))
     return said
 
 
-def _shrink_sentence(row: Mapping[str, Any], gap_bytes: int, label: str, size: Any) -> str:
-    lever = LEVERS.get(row["component"])
+def _shrink_sentence(
+    row: Mapping[str, Any], gap_bytes: int, label: str, size: Any, levers: Mapping[str, str]
+) -> str:
+    lever = levers.get(row["component"])
     how = f" ({lever})" if lever else ""
     return (
         f"To lower the peak, shrink {_words(row['component'])}{how}. That pays for the first "
@@ -128,11 +139,11 @@ def _shrink_sentence(row: Mapping[str, Any], gap_bytes: int, label: str, size: A
     )
 
 
-def _both_sentence(rows: Sequence[Mapping[str, Any]], label: str, size: Any) -> str:
+def _both_sentence(rows: Sequence[Mapping[str, Any]], size: Any, levers: Mapping[str, str]) -> str:
     """What both phases hold moves both, and so goes on paying."""
     shared = max(rows, key=lambda row: row["bytes"] - max(row["more_than_next_bytes"], 0))
     both_bytes = shared["bytes"] - max(shared["more_than_next_bytes"], 0)
-    lever = LEVERS.get(shared["component"])
+    lever = levers.get(shared["component"])
     how = f" with {lever}" if lever else ""
     return (
         f"The largest part that both hold is {_words(shared['component'])} "

@@ -18,7 +18,13 @@ from app.components.header import unit
 from app.components.problems import told_in_one_sentence
 from app.components.timeline_view import show_timeline
 from app.ledger_rows import ledger_rows, matching
-from app.peak_reason import contributors, phase_rows, reason_sentences
+from app.peak_reason import (
+    LEVERS,
+    SERVING_LEVERS,
+    contributors,
+    phase_rows,
+    reason_sentences,
+)
 
 TABLE_HEIGHT_PX = 460
 
@@ -59,7 +65,8 @@ def _reason(prediction: Mapping[str, Any], chosen: str) -> None:
     left, right = st.columns([2, 3])
     with left, st.container(border=True, key="reason"):
         st.markdown("**Why is this the peak?**")
-        for sentence in reason_sentences(memory, lambda size: size_text(size, chosen)):
+        levers = SERVING_LEVERS if prediction["serving"] else LEVERS
+        for sentence in reason_sentences(memory, lambda size: size_text(size, chosen), levers):
             st.markdown(sentence)
         with st.popover("Table", icon=":material/table:", type="tertiary"):
             st.dataframe(phase_rows(memory), hide_index=True, alt="Total of every phase")
@@ -169,7 +176,9 @@ def _shown(row: Mapping[str, Any], chosen: str) -> dict[str, Any]:
         "component": words(row["component"]),
         "kept by": row["owner"],
         "shape": row["shape_text"],
-        "in symbols": "" if row["shape"].isdecimal() else row["shape"],
+        "in symbols": row["shape"]
+        if any(map(str.isalpha, row["shape"].replace(" x ", "")))
+        else "",
         "dtype": row["dtype"],
         "count": row["count"],
         "bytes": row["bytes"],

@@ -44,3 +44,11 @@ def test_what_belongs_to_the_running_operation_is_alive_at_the_peak_only() -> No
     memory = services.prediction_of(default_plan())["memory"]
     running = [row for row in rows() if row["owner"] == "running operation"]
     assert running and {row["phases"] for row in running} == {memory["peak_phase"]}
+
+
+def test_a_served_models_rows_are_those_of_its_peak() -> None:
+    document = {**default_plan().to_dict(), "job": "serve", "workload": {}}
+    prediction = services.prediction_of(services.check_plan(document))
+    found = ledger_rows(prediction)
+    assert sum(row["bytes"] for row in found) == prediction["memory"]["allocated_bytes"]
+    assert all("prefill" in row["phases"] for row in found)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.peak_reason import contributors, peak_and_next, phase_rows, reason_sentences
+from app.peak_reason import (
+    SERVING_LEVERS,
+    contributors,
+    peak_and_next,
+    phase_rows,
+    reason_sentences,
+)
 
 MEMORY: dict[str, Any] = {
     "allocated_bytes": 100,
@@ -57,7 +63,7 @@ def test_contributors_are_compared_with_the_next_phase() -> None:
 
 def test_the_sentences_name_peak_gap_and_what_has_to_shrink() -> None:
     said = sentences()
-    assert "highest in **loss backward**, at 100 B" in said
+    assert "Memory is highest in **loss backward**, at 100 B" in said
     assert "Next comes forward at 70 B, 30 B lower." in said
     assert "logits: 40 B more than in forward" in said
     # Logits 40 larger, activations 10 smaller: 30 bytes less of logits and forward is as high.
@@ -68,3 +74,9 @@ def test_the_sentences_name_peak_gap_and_what_has_to_shrink() -> None:
 def test_one_phase_alone_has_nothing_beside_it() -> None:
     only = {**MEMORY, "phases": [MEMORY["phases"][1]]}
     assert len(reason_sentences(only, str)) == 2
+
+
+def test_what_makes_a_part_smaller_depends_on_the_job() -> None:
+    assert "ZeRO stage that shards parameters" in sentences()
+    served = " ".join(reason_sentences(MEMORY, str, SERVING_LEVERS))
+    assert "ZeRO" not in served and "a smaller dtype of the weights" in served
