@@ -102,6 +102,7 @@ class _Coordinator:
         self.fetches = Fetches(persistent_numel=persistent_numel)
 
     def run(self) -> Fetches:
+        """Take every module's turn once."""
         for turn, call in enumerate(self._calls):
             is_first_loss = call.place.section == "loss_backward"
             if is_first_loss:
