@@ -85,10 +85,7 @@ def _not_built(field: str, value: object, allowed: str) -> PlanError:
 _NOT_BUILT_FIELDS = frozenset(
     (
         "checkpoint_every",
-        "lora_rank",
-        "lora_targets",
         "base_dtype",
-        "frozen_layers",
         "packed",
     )
 )
@@ -123,7 +120,7 @@ def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     check_parallelism(parallelism)
     _check_built(workload, parallelism)
     check_engine(workload, parallelism)
-    check_variants(workload, parallelism)
+    check_variants(model, workload, parallelism)
     _check_traced(model)
     check_length(model, "workload.sequence_length", workload.sequence_length)
     _check_attention(model, workload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from planner.errors import PlanError
+from planner.model import ModelSpec
 from planner.workload import Engine, Loss, Optimizer, Parallelism, TrainingWorkload
 
 _WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
@@ -11,11 +12,12 @@ _WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 _WHOLE_PARAMETERS = (Engine.DDP, Engine.ZERO_REDUNDANCY)
 
 
-def check_variants(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+def check_variants(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where a variant does not work under the engine; the sentence says why."""
     _check_optimizer(workload.optimizer, parallelism)
     _check_loss(workload.loss, parallelism)
     _check_sync(workload, parallelism)
+    _check_trained(model, workload, parallelism)
 
 
 def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
@@ -51,6 +53,41 @@ def _check_sync(workload: TrainingWorkload, parallelism: Parallelism) -> None:
             f"not predicted for {engine}; use true, or another engine."
         )
         raise PlanError("workload.sync_each_micro_batch", False, "true", sentence=sentence)
+
+
+def _check_trained(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Refuse adapters and frozen layers where they are not predicted."""
+    rank, frozen = workload.lora_rank, workload.frozen_layers
+    if rank < 0:
+        raise PlanError("workload.lora_rank", rank, "0 or more")
+    if not 0 <= frozen < model.num_layers:
+        raise PlanError("workload.frozen_layers", frozen, f"0 to {model.num_layers - 1}")
+    if not rank and not frozen:
+        return
+    field, value = ("lora_rank", rank) if rank else ("frozen_layers", frozen)
+    reason, allowed = None, "0"
+    if rank and frozen:
+        reason = "adapters freeze the whole model already; set frozen_layers to 0"
+    elif parallelism.engine is not Engine.PEAKMARK:
+        reason = f"training a part of a model is not predicted for {parallelism.engine}"
+        allowed = "0, or engine peakmark"
+    elif workload.optimizer in _WHOLE_MATRIX:
+        reason = f"{workload.optimizer} is predicted for whole models only"
+        allowed = "0, or adamw or sgd"
+    elif _is_split(parallelism):
+        reason = "training a part of a split model is not predicted"
+        allowed = "0, or data parallelism alone"
+    if reason is not None:
+        sentence = f"workload.{field} is {value}: {reason}; use {allowed}."
+        raise PlanError(f"workload.{field}", value, allowed, sentence=sentence)
+
+
+def _is_split(parallelism: Parallelism) -> bool:
+    degrees = (
+        *(parallelism.tensor_parallel, parallelism.pipeline_parallel),
+        *(parallelism.context_parallel, parallelism.expert_parallel),
+    )
+    return max(degrees) > 1
 
 
 def _refused(optimizer: Optimizer, reason: str) -> PlanError:

@@ -1,13 +1,14 @@
-"""Low-rank adapters: two matrices beside each linear layer that carries them."""
+"""What a plan trains: the whole model, adapters on a frozen one, or all but its first layers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from planner.families import parameter_shapes
-from planner.memory.groups import GroupSizes, PerLayer
+from planner.memory.groups import GroupSizes, PerLayer, group_numels
 from planner.model import ModelSpec
 from planner.workload import LoraTargets, TrainingWorkload
 
-ADAPTED_FAMILIES = ("llama", "qwen2", "qwen3")
 _TARGETS = {
     LoraTargets.QV: ("q_proj", "v_proj"),
     LoraTargets.ALL_LINEAR: (
@@ -15,6 +16,18 @@ _TARGETS = {
         *("gate_proj", "up_proj", "down_proj"),
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Elements of each group that are trained and that are frozen.
+
+    `first_layer` is the lowest layer that a backward reaches.
+    """
+
+    trained: GroupSizes
+    frozen: GroupSizes
+    first_layer: int
 
 
 def adapter_numels(spec: ModelSpec, rank: int, targets: LoraTargets) -> GroupSizes:
@@ -27,8 +40,16 @@ def adapter_numels(spec: ModelSpec, rank: int, targets: LoraTargets) -> GroupSiz
     return GroupSizes(0, PerLayer((0,) * spec.num_layers, (in_layer,)), 0)
 
 
-def adapters_of(spec: ModelSpec, workload: TrainingWorkload) -> GroupSizes | None:
-    """The adapters that a plan trains, or None where it trains the model itself."""
-    if not workload.lora_rank:
+def trained_groups(spec: ModelSpec, workload: TrainingWorkload) -> Trained | None:
+    """Split a model's groups as the plan trains them; None where it trains all of them."""
+    numels, count = group_numels(spec), workload.frozen_layers
+    if workload.lora_rank:
+        adapters = adapter_numels(spec, workload.lora_rank, workload.lora_targets)
+        return Trained(adapters, numels, 0)
+    if not count:
         return None
-    return adapter_numels(spec, workload.lora_rank, workload.lora_targets)
+    layers = [numels.layers[layer] for layer in range(spec.num_layers)]
+    below = PerLayer.of([(n, i < count) for i, n in enumerate(layers)], lambda pair: pair)
+    trained = GroupSizes(0, below.map(lambda pair: 0 if pair[1] else pair[0]), numels.head)
+    frozen = GroupSizes(numels.embedding, below.map(lambda pair: pair[0] if pair[1] else 0), 0)
+    return Trained(trained, frozen, count)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.memory.adapters import trained_groups
 from planner.memory.groups import (
     BACKWARD_SECTIONS,
     FORWARD_SECTIONS,
@@ -240,15 +241,21 @@ def formulas(
     total = f"{sum_parameters(spec):,} parameters"
     # Experts that several ranks split are sharded over fewer of them: as all experts over all ranks.
     spread = f"{sum_parameters(with_all_experts(spec)):,} parameters"
+    trained = trained_groups(spec, workload)
+    stepped, reduced = (spread if stage >= 1 else total), (spread if stage >= 2 else total)
+    if trained is not None:
+        stepped = reduced = f"{int(trained.trained.total()):,} trained parameters"
     states = state_words(workload.optimizer, sizes.state, sizes.master)
     shards_parameters = stage == 3 or parallelism.engine is Engine.FSDP2
     tokens = f"{workload.micro_batch} x {workload.sequence_length:,} tokens"
     layers = f"{spec.num_layers} layers"
+    kept = spread if shards_parameters else total
+    if workload.lora_rank:
+        kept = f"({kept} + {stepped})"
     return {
-        "parameters": f"{spread if shards_parameters else total} x {sizes.parameter} B"
-        + _over(ranks, shards_parameters),
-        "optimizer": f"{spread if stage >= 1 else total} x {states}" + _over(ranks, stage >= 1),
-        "gradients": f"{spread if stage >= 2 else total} x {sizes.gradient} B, what is alive in "
+        "parameters": f"{kept} x {sizes.parameter} B" + _over(ranks, shards_parameters),
+        "optimizer": f"{stepped} x {states}" + _over(ranks, stage >= 1),
+        "gradients": f"{reduced} x {sizes.gradient} B, what is alive in "
         f"{_words(peak.place)}" + _over(ranks, stage >= 2, " once reduced"),
         "gathered": f"whole parameters of the units in use in {_words(peak.place)}",
         "activations": f"tensors saved for backward: {tokens}, {layers}, traced from the real "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.memory.adapters import adapters_of
+from planner.memory.adapters import trained_groups
 from planner.memory.groups import GroupSizes, group_numels
 from planner.memory.optimizers import stepped_groups
 from planner.memory.replay import Blocks, Memory
@@ -28,17 +28,20 @@ class PeakmarkReplay(EngineBase):
         workspaces_bytes: int,
     ) -> None:
         super().__init__(spec, workload, memory, workspaces_bytes)
+        self._finished: set[tuple[str, int]] = set()
         self._stage = parallelism.zero_stage
         self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK)
         ranks = parallelism.world_size
         spread, own = group_numels(with_all_experts(spec)), group_numels(spec)
-        adapters = adapters_of(spec, workload)
-        # Below adapters the model is frozen: groups of their own, in front of what is trained.
+        trained = trained_groups(spec, workload)
+        # What is frozen of a group is a group of its own, in front of what is trained.
         self._frozen: GroupSizes | None = None
-        if adapters is not None:
-            self._frozen = own.map(lambda numel: -(-numel // ranks))
+        self._first_trained = 0
+        if trained is not None:
+            self._frozen = trained.frozen.map(lambda numel: -(-numel // ranks))
+            self._first_trained = trained.first_layer
             self._tied = False  # a frozen weight has no shares of a gradient
-            spread = own = adapters
+            spread = own = trained.trained
         self._shard = spread.map(lambda numel: -(-numel // ranks))
         self._whole = own.map(lambda numel: -(-numel // ranks) * ranks)
         self._ranks = ranks
@@ -73,8 +76,11 @@ class PeakmarkReplay(EngineBase):
     def before(self, section: str, layer: int) -> None:
         """Gather the groups of stage 3."""
         if self._stage == 3:
-            if section.endswith("layer_backward"):
+            is_backward = section.endswith("layer_backward")
+            if is_backward:
                 self._release_frozen(("layer", layer + 1), ("embedding", 0), ("head", 0))
+            if is_backward and layer < self._first_trained:
+                return
             for group in _groups_of(section, layer):
                 if self._frozen is not None:
                     size_bytes = self._frozen.of(*group) * self._ranks * self._sizes.parameter
@@ -98,15 +104,30 @@ class PeakmarkReplay(EngineBase):
                 self._release_frozen(("layer", layer))
                 self._memory.give(("whole", ("layer", layer)))
             return
-        group = _finished_group(section, layer)
-        if section == "loss_backward" and self._tied:
+        self._finish(_finished_group(section, layer))
+        if self._stage == 3 and section == "embed_backward":
+            self._release_frozen(("layer", 0))
+
+    def last_gradient(self, group: int, layer: int) -> None:
+        """Reduce the group; what is left of its section's backward comes after that."""
+        name = FLAT_GROUPS[group].removeprefix("flat_")
+        self._finish((name, layer if name == "layer" else 0))
+
+    def start_micro_batch(self, is_last: bool) -> None:
+        """No group is finished yet."""
+        super().start_micro_batch(is_last)
+        self._finished.clear()
+
+    def _finish(self, group: tuple[str, int]) -> None:
+        if group in self._finished:
+            return
+        self._finished.add(group)
+        if group[0] == "head" and self._tied:
             self._take_gradient(group)  # the final norm's, after the tied weight's share
         if self._stage >= 2 and self._reduces:
             self._reduce(group)
         if self._stage == 3:
             self._memory.give(("whole", group))
-            if section == "embed_backward":
-                self._release_frozen(("layer", 0))
 
     def _reduce(self, group: tuple[str, int]) -> None:
         memory, size_bytes = self._memory, self._shard.of(*group) * self._sizes.gradient

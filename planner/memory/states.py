@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.memory.groups import GroupSizes, Place, group_numels, group_shapes
+from planner.memory.adapters import Trained
+from planner.memory.groups import Place, group_numels, group_shapes
 from planner.memory.optimizers import (
     State,
     optimizer_states,
@@ -82,19 +83,21 @@ def first_finished(place: Place, num_layers: int) -> int:
 
 
 class FrozenGroups:
-    """A model's groups below adapters, in our engine: gathered for their use, never updated.
+    """What our engine does not train: groups that are gathered for their use, never updated.
 
     Embedding and head are released when the last layer's backward begins.
     """
 
-    def __init__(self, numels: GroupSizes, world_size: Any, sharded: bool) -> None:
-        shard = numels.map(lambda numel: _ceil_div(numel, world_size))
+    def __init__(self, trained: Trained, world_size: Any, sharded: bool) -> None:
+        shard = trained.frozen.map(lambda numel: _ceil_div(numel, world_size))
+        self._first_trained = trained.first_layer
         self._whole = shard.map(lambda size: size * world_size)
         self.kept = shard if sharded else self._whole
 
     def gathered(self, place: Place) -> Any:
         """Elements gathered at `place` where the groups are sharded."""
-        size: Any = self._whole.layers[place.layer] if place.in_layer else 0
+        is_used = place.in_layer and (not place.in_backward or place.layer >= self._first_trained)
+        size: Any = self._whole.layers[place.layer] if is_used else 0
         if not place.in_backward or place.section == "loss_backward":
             size = size + self._whole.embedding
         return size + self._whole.head if place.section in _HEAD_IS_GATHERED else size
@@ -103,7 +106,9 @@ class FrozenGroups:
         """What is kept of each kind of group; nothing of it is stepped."""
         kept = self.kept
         groups = [("embedding", 1, kept.embedding), *kept.layers.by_kind(), ("head", 1, kept.head)]
-        return [HeldGroup(f"frozen {name}", count, size, 0, ()) for name, count, size in groups]
+        return [
+            HeldGroup(f"frozen {name}", count, size, 0, ()) for name, count, size in groups if size
+        ]
 
 
 class PeakmarkStates:
@@ -120,11 +125,11 @@ class PeakmarkStates:
         world_size: Any,
         accumulates: bool,
         syncs: bool = True,
-        adapters: GroupSizes | None = None,
+        trained: Trained | None = None,
     ) -> None:
         """`syncs`: gradients are reduced after every micro-batch, not only after the last.
 
-        With `adapters` these alone are trained, and the model's own groups are frozen.
+        `trained` says what of the model is, where not all is.
         """
         self._bytes = Precisions.of(precision, Engine.PEAKMARK)
         self._precision = precision
@@ -133,14 +138,14 @@ class PeakmarkStates:
         self._keeps_whole = accumulates and (stage < 2 or not syncs)
         self._layers = spec.num_layers
         self._embeds_once = len(group_shapes(spec)["embedding"]) == 1
-        has_tied_gradients = spec.tie_word_embeddings and adapters is None
+        has_tied_gradients = spec.tie_word_embeddings and trained is None
         self._tied_numel = spec.vocab_size * spec.hidden_size if has_tied_gradients else 0
         # Experts that several ranks split have fewer ranks to be sharded over.
         numels, spread = group_numels(spec), group_numels(with_all_experts(spec))
         self._frozen: FrozenGroups | None = None
-        if adapters is not None:
-            self._frozen = FrozenGroups(numels, world_size, sharded=stage == 3)
-            numels = spread = adapters
+        if trained is not None:
+            self._frozen = FrozenGroups(trained, world_size, sharded=stage == 3)
+            numels = spread = trained.trained
         self.shard = spread.map(lambda numel: _ceil_div(numel, world_size))
         self.padded = numels.map(lambda numel: _ceil_div(numel, world_size) * world_size)
         self._optimizer = optimizer
@@ -164,14 +169,14 @@ class PeakmarkStates:
         kept, stepped, states = self._parameters, self._stepped, self._states
         sizes = zip(kept.layers.by_kind(), stepped.layers.sizes, states.layers.sizes, strict=True)
         layers = [HeldGroup(name, count, size, *more) for (name, count, size), *more in sizes]
-        if self._frozen is not None:
-            adapters = (group._replace(name=f"{group.name} adapter") for group in layers)
-            return [*adapters, *self._frozen.held()]
-        return [
+        groups = [
             HeldGroup("embedding", 1, kept.embedding, stepped.embedding, states.embedding),
             *layers,
             HeldGroup("head", 1, kept.head, stepped.head, states.head),
         ]
+        if self._frozen is None:
+            return groups
+        return [*(group for group in groups if group.kept), *self._frozen.held()]
 
     def at(self, place: Place) -> Parts:
         """Gathered parameters and gradients of groups begun before `place`, in bytes."""
@@ -187,10 +192,8 @@ class PeakmarkStates:
     def _gathered(self, place: Place) -> Any:
         if self._stage < 3:
             return 0
-        if self._frozen is not None:
-            own = self.padded.layers[place.layer] if place.in_layer else 0
-            return own + self._frozen.gathered(place)
-        whole = self.padded.embedding
+        frozen = self._frozen.gathered(place) if self._frozen else 0
+        whole = self.padded.embedding + frozen
         if place.in_layer:
             whole = whole + self.padded.layers[place.layer]
         if place.section in _HEAD_IS_GATHERED:

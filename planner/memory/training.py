@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from planner.hardware import Gpu
 from planner.memory import ledger
-from planner.memory.adapters import adapters_of
+from planner.memory.adapters import trained_groups
 from planner.memory.allocator import ReplayedOutOfMemoryError
 from planner.memory.beside import Beside
 from planner.memory.ddp import DdpStates
@@ -171,7 +171,7 @@ def _states(
         world_size,
         accumulates=beside.finds_gradients if beside else workload.grad_accumulation > 1,
         **({} if workload.sync_each_micro_batch else {"syncs": False}),
-        **({"adapters": adapters_of(spec, workload)} if workload.lora_rank else {}),
+        **({"trained": trained} if (trained := trained_groups(spec, workload)) else {}),
         **({"recomputes": True} if _recomputes(engine, workload) else {}),
     )
 

@@ -38,6 +38,7 @@ from runners.measure import (
 )
 from runners.worlds import RunningWorld, open_world
 from runners.zero.engine import ZeroEngine
+from runners.zero.groups import decoder_layers
 
 LEARNING_RATE = 1e-4
 MIN_WARMUP_STEPS = 2
@@ -74,9 +75,16 @@ def build_model(plan: Plan) -> nn.Module:
         )
         choose_trained(model, workload)
     if workload.checkpointing is Checkpointing.FULL:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        checkpoint_layers(model, workload.checkpoint_every)
     _install_loss(model, workload.loss)
     return model.train()
+
+
+def checkpoint_layers(model: nn.Module, every: int) -> None:
+    """Recompute layers 0, `every`, 2 `every`, ... in the backward."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.gradient_checkpointing = index % every == 0  # type: ignore[assignment]
 
 
 def _install_loss(model: nn.Module, loss: Loss) -> None:

@@ -31,8 +31,13 @@ def _model(tied: bool = False) -> nn.Module:
     torch.manual_seed(2)
     config = AutoConfig.for_model(
         "llama",
-        **{"vocab_size": 31, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2},
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0},
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=0,
         tie_word_embeddings=tied,
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
