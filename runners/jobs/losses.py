@@ -70,6 +70,11 @@ def token_slices(num_tokens: int, vocab_size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 
+def _autocast_device(tensor: Tensor) -> str:
+    """The device type whose autocast concerns `tensor`; a traced meta tensor knows none."""
+    return "cpu" if tensor.is_meta else tensor.device.type
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Keeps the hidden states and one fp32 per token; makes each chunk's logits again backward.
 
@@ -81,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None
     ) -> Tensor:
-        kind = hidden.device.type
+        kind = _autocast_device(hidden)
         lower = torch.is_autocast_enabled(kind)
         ctx.compute_dtype = torch.get_autocast_dtype(kind) if lower else weight.dtype
         ctx.cap = cap
@@ -109,7 +114,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale = gradients[0] / ctx.num_labels
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(_autocast_device(hidden), enabled=False):
             matrix = weight.to(ctx.compute_dtype)
             for chunk in token_slices(len(labels), len(weight)):
                 grad_logits = _grad_logits(

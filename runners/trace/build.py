@@ -1,9 +1,10 @@
-"""Write the planner's templates: `python -m runners.trace.build [FAMILY ...]`."""
+"""Write the planner's templates: `python -m runners.trace.build [FAMILY[=KEY] ...]`."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,38 @@ from runners.trace.variants import FAMILIES, adapter_variants, variants
 FOLDER = Path(planner.memory.__file__).parent / "templates"
 
 
-def write_family(family: str, folder: Path = FOLDER) -> Path:
-    """Trace every variant of a family and write its template file; returns the path."""
-    traced = {variant: build_template(variant) for variant in variants(family)}
-    traced |= loss_templates(traced, build_template)
-    traced |= {variant: build_template(variant) for variant in adapter_variants(family)}
-    templates = {variant.key: template for variant, template in traced.items()}
+def write_family(family: str, keys: Sequence[str] = (), folder: Path = FOLDER) -> Path:
+    """Trace a family's variants and write its template file; returns the path.
+
+    With `keys`, only these variants and their losses are traced; the file keeps its others.
+    """
+    every = (*variants(family), *adapter_variants(family))
+    chosen = [variant for variant in every if not keys or variant.key in keys]
+    traced = {variant: build_template(variant) for variant in chosen}
+    whole = {variant: template for variant, template in traced.items() if not variant.adapters}
+    traced |= loss_templates(whole, build_template)
+    templates = read_templates(folder / f"{family}.json") if keys else {}
+    templates |= {variant.key: template for variant, template in traced.items()}
     return write_templates(family, templates, folder)
+
+
+def read_templates(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a template file back into what `build_template` returns, by key."""
+    data = json.loads(path.read_text())
+    sections, monomials = data["sections"], data["monomials"]
+
+    def part(name: str, indices: Any) -> Any:
+        if name == "holders":
+            return indices
+        return {key: _named(sections[index], monomials) for key, index in indices.items()}
+
+    return {
+        key: {
+            kinds: {name: part(name, indices) for name, indices in parts.items()}
+            for kinds, parts in by_kinds.items()
+        }
+        for key, by_kinds in data["templates"].items()
+    }
 
 
 def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: Path) -> Path:
@@ -83,14 +109,29 @@ def _numbered(rows: list[list[Any]], names: _Pool) -> list[list[Any]]:
     return out
 
 
+def _named(section: Any, monomials: list[str]) -> Any:
+    """Undo `_numbered`; what is no list of rows stays."""
+    if isinstance(section, dict):
+        return section
+    at = {3: 1, 6: 4}
+    return [
+        [*row[:i], monomials[row[i]], *row[i + 1 :]] if (i := at.get(len(row))) else row
+        for row in section
+    ]
+
+
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def main(families: list[str]) -> None:
-    """Write the named families, or all."""
-    for family in families or FAMILIES:
-        path = write_family(family)
+def main(arguments: list[str]) -> None:
+    """Write the named families, or all; "llama=sdpa/bf16/none" writes one variant of llama."""
+    keys: dict[str, list[str]] = {}
+    for argument in arguments or FAMILIES:
+        family, _, key = argument.partition("=")
+        keys.setdefault(family, []).extend([key] if key else [])
+    for family, chosen in keys.items():
+        path = write_family(family, chosen)
         print(f"{family}: {path.stat().st_size} bytes", flush=True)
 
 

@@ -1,7 +1,6 @@
 """Put a traced loss after layers that it was not traced with: they do not know each other.
 
-A loss sees the final norm's output only, so tracing it once per compute dtype is enough. What its
-sections release of the layers, and they of it, has another number in every variant, in one order.
+A loss sees the final norm's output only, so tracing it once per compute dtype is enough.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.memory.kinds import END, START
-from planner.memory.sections import PREVIOUS, SECTIONS, THIS
+from planner.memory.kinds import END, START, wider_contexts
+from planner.memory.sections import SECTIONS
 from runners.trace.variants import OTHER_LOSSES, Variant
 
 Template = dict[str, Any]
 Rows = list[list[Any]]
 _LOSS_CODES = tuple(SECTIONS.index(name) for name in ("loss", "loss_backward"))
-_OWN_CODES = (THIS, PREVIOUS, SECTIONS.index("head"), *_LOSS_CODES)
+_LOSS_ENDS = ("head", "loss", "loss_backward")
 
 
 def loss_templates(
@@ -54,65 +53,44 @@ def _graft(base: Template, donor: Template, with_loss: Template, kind: str) -> T
     for part in ("forward", "kept", "added", "saved"):
         grafted[part] = {}
         for name, rows in base[part].items():
-            section, context = name.split(" ")
-            same = f"{section} {_homogeneous(context, kind)}"
-            theirs = donor[part][same], with_loss[part][same]
-            grafted[part][name] = _section(part, section, context, rows, *theirs)
+            theirs = (_of_kind(template[part], name, kind) for template in (donor, with_loss))
+            grafted[part][name] = _section(part, name.split(" ")[0], rows, *theirs)
+    ends = [n for part in ("forward", "kept") for n in base[part] if n.split(" ")[0] in _LOSS_ENDS]
+    for part in ("kept_exports", "added_exports"):
+        own = {name: e for name, e in base[part].items() if name.split(" ")[0] not in _LOSS_ENDS}
+        of_loss = {name: _of_kind(with_loss[part], name, kind) for name in ends}
+        grafted[part] = own | {name: e for name, e in of_loss.items() if e is not None}
     return grafted
 
 
-def _homogeneous(context: str, kind: str) -> str:
-    """The context in a deep model of one kind that lies at the same end, if at any."""
+def _of_kind(sections: Mapping[str, Any], name: str, kind: str) -> Any:
+    """The section in a deep model of one kind that lies at the same end, if at any."""
+    section, context = name.split(" ")
     before, _, after = context.split("|")
-    if after == END:
-        return f"{kind}|{kind}|{END}"
-    return f"{START if before == START else kind}|{kind}|{kind}"
+    start, end = START if before == START else kind, END if after == END else kind
+    names = (f"{section} {c}" for c in wider_contexts(f"{start}|{kind}|{end}"))
+    return next((sections[name] for name in names if name in sections), None)
 
 
-def _section(
-    part: str, section: str, context: str, base: Rows, donor: Rows, with_loss: Rows
-) -> Rows:
+def _section(part: str, section: str, base: Rows, donor: Rows, with_loss: Rows) -> Rows:
     if part == "saved":
         return with_loss if section in ("head", "loss") else base
     if section in ("loss", "loss_backward"):
-        return _renumbered(with_loss, _references(donor, _of_layers), _references(base, _of_layers))
+        return with_loss
     if section == "head":
         return _with_components(base, with_loss)
-    if section == "layer_backward" and context.endswith(END):
-        theirs, ours = _references(with_loss, _previous), _references(base, _previous)
-        base = _renumbered(base, ours, theirs)
-        donor = _renumbered(donor, _references(donor, _previous), theirs)
     if _without_loss(donor) != _without_loss(with_loss):
-        raise ValueError(f"the loss changes {section} {context}")
-    return [*_without_loss(base), *_references(with_loss, _of_loss)]
+        raise ValueError(f"the loss changes {section}")
+    of_loss = [row for row in with_loss if _is_of_loss(row)]
+    return [*_without_loss(base), *of_loss]
 
 
-def _of_layers(code: int) -> bool:
-    return code not in _OWN_CODES
-
-
-def _of_loss(code: int) -> bool:
-    return code in _LOSS_CODES
-
-
-def _previous(code: int) -> bool:
-    return code == PREVIOUS
-
-
-def _references(rows: Rows, chosen: Callable[[int], bool]) -> Rows:
-    return [row for row in rows if len(row) == 2 and chosen(row[0])]
+def _is_of_loss(row: list[Any]) -> bool:
+    return len(row) == 2 and row[0] in _LOSS_CODES
 
 
 def _without_loss(rows: Rows) -> Rows:
-    return [row for row in rows if len(row) != 2 or not _of_loss(row[0])]
-
-
-def _renumbered(rows: Rows, old: Rows, new: Rows) -> Rows:
-    """`rows` with the `old` releases replaced by the `new` ones, one by one."""
-    if len(old) != len(new):
-        raise ValueError(f"{len(old)} releases cannot stand for {len(new)}")
-    number = {tuple(a): b for a, b in zip(old, new, strict=True)}
-    return [number.get(tuple(row), row) if len(row) == 2 else row for row in rows]
+    return [row for row in rows if not _is_of_loss(row)]
 
 
 def _with_components(base: Rows, rows: Rows) -> Rows:

@@ -39,7 +39,7 @@ class _FusedLoss(nn.Module):
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        kind = hidden.device.type
+        kind = "cpu"  # as are the traced tensors, or meta
         lower = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if lower else weight.dtype
         grad_hidden = torch.empty_like(hidden)
@@ -63,7 +63,8 @@ class _FusedLinear(torch.autograd.Function):
         ctx.gradients = None
         # Scaled in place: each gives its bytes back and takes them again, as a gradient.
         hidden, weight = (
-            None if g is None else partial(torch.empty, g.shape, dtype=g.dtype) for g in made
+            None if g is None else partial(torch.empty, g.shape, dtype=g.dtype, device=g.device)
+            for g in made
         )
         del made
         assert hidden is not None

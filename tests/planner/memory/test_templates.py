@@ -25,9 +25,10 @@ from planner.model import ModelSpec
 from planner.presets import resolve_model
 from planner.workload import Attention, Precision, TrainingWorkload
 
-FP32_EAGER = TrainingWorkload(precision=Precision.FP32, attention=Attention.EAGER)
-
 BATCH, SEQ, LAYERS = 2, 24, 3
+FP32_EAGER = TrainingWorkload(
+    micro_batch=BATCH, precision=Precision.FP32, attention=Attention.EAGER
+)
 COMMON = {
     "vocab_size": 101,
     "hidden_size": 48,
