@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from planner.memory.kinds import MOE
 from planner.workload import LoraTargets, TrainingWorkload
 from runners.jobs.adapters import choose_trained
 from runners.jobs.losses import install_chunked_loss
 from runners.trace.losses import install_fused_loss
-from runners.trace.patterns import Pattern, pattern_fields, prepare_layers
+from runners.trace.patterns import Pattern, pattern_fields, prepare_layers, traits
 from runners.trace.symbols import HEAD_DIM, HEADS, HIDDEN, PRIMES, ROTARY_DIM
 from runners.trace.variants import Variant
 
@@ -108,7 +109,15 @@ def config_fields(variant: Variant, pattern: Pattern) -> dict[str, Any]:
         fields["sliding_window"] = None
     if variant.family in ("gemma2", "gemma3_text", "gpt_oss"):
         fields["layer_types"] = ["full_attention"] * len(pattern)
-    return fields | pattern_fields(pattern)
+    return fields | pattern_fields(pattern) | _dense_layer_fields(variant, pattern)
+
+
+def _dense_layer_fields(variant: Variant, pattern: Pattern) -> dict[str, Any]:
+    """The fields that say which layers have a dense MLP, in families where not all have experts."""
+    dense = [layer for layer, kind in enumerate(pattern) if MOE not in traits(kind)]
+    if variant.family == "qwen3_moe":
+        return {"mlp_only_layers": dense}
+    return {"first_k_dense_replace": len(dense)} if "deepseek" in variant.family else {}
 
 
 def build_model(variant: Variant, pattern: Pattern) -> torch.nn.Module:

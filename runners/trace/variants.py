@@ -29,7 +29,10 @@ FAMILIES = (
 )
 ADAPTED = ("llama", "qwen2", "qwen3")
 OTHER_LOSSES = ("chunked", "fused_linear")
-WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe")
+WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
+
+# Families of several kinds of layers, traced in the dtype they are trained in, under HF's loss.
+MIXED_LAYERS = ("gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,17 @@ def variants(family: str) -> list[Variant]:
         attentions = ["eager", "sdpa", "eager_single", "sdpa_single"]
     elif family == "gpt_oss":  # attention sinks
         attentions = ["eager"]
-    elif family in ("deepseek_v2", "deepseek_v3"):  # keys and values of two sizes
-        attentions = ["eager", "sdpa", "eager_direct", "sdpa_direct"]
-    elif family not in ONE_GROUPING:
+    elif family == "deepseek_v2":  # keys and values of two sizes; the small model's queries
+        attentions = ["eager_direct", "sdpa_direct"]
+    elif family == "deepseek_v3":
+        attentions = ["eager", "sdpa"]
+    elif family not in (*ONE_GROUPING, "gemma3_text"):
         attentions.append("eager_mha")
     if family in WINDOWED:
         attentions.append("sdpa_mha")  # a mask makes SDPA copy keys and values to every head
-    kinds = [(a, compute) for a in attentions for compute in ("bf16", "fp32", "autocast")]
-    if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED):
+    computes = ("bf16",) if family in MIXED_LAYERS else ("bf16", "fp32", "autocast")
+    kinds = [(a, compute) for a in attentions for compute in computes]
+    if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED, *MIXED_LAYERS):
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
     return [
         Variant(family, attention, compute, checkpointing)
