@@ -62,10 +62,10 @@ class DeepSpeedEngine:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, gathered from all ranks at stage 3."""
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
         named = dict(self._model.named_parameters())
-        with GatheredParameters(list(named.values()), enabled=self.stage == 3):
+        with deepspeed.zero.GatheredParameters(list(named.values()), enabled=self.stage == 3):
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def state_bytes(self) -> dict[str, int]:
