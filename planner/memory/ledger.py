@@ -247,6 +247,8 @@ def formulas(
         stepped = reduced = f"{int(trained.trained.total()):,} trained parameters"
     states = state_words(workload.optimizer, sizes.state, sizes.master)
     shards_parameters = stage == 3 or parallelism.engine is Engine.FSDP2
+    deals_out = parallelism.engine is Engine.ZERO_REDUNDANCY
+    whole = ", dealt out by whole parameters" if deals_out else ""
     tokens = f"{workload.micro_batch} x {workload.sequence_length:,} tokens"
     layers = f"{spec.num_layers} layers"
     kept = spread if shards_parameters else total
@@ -254,7 +256,7 @@ def formulas(
         kept = f"({kept} + {stepped})"
     return {
         "parameters": f"{kept} x {sizes.parameter} B" + _over(ranks, shards_parameters),
-        "optimizer": f"{stepped} x {states}" + _over(ranks, stage >= 1),
+        "optimizer": f"{stepped} x {states}" + _over(ranks, stage >= 1, whole),
         "gradients": f"{reduced} x {sizes.gradient} B, what is alive in "
         f"{_words(peak.place)}" + _over(ranks, stage >= 2, " once reduced"),
         "gathered": f"whole parameters of the units in use in {_words(peak.place)}",
