@@ -103,12 +103,10 @@ def watched_sections(model: nn.Module, meter: SectionMeter) -> Iterator[None]:
     """
     inner: nn.Module = getattr(model, "module", model)  # DistributedDataParallel wraps
     handles: list[RemovableHandle] = []
-    layers = list(decoder_layers(inner))
+    layers = decoder_layers(inner)
     for index, layer in enumerate(layers):
         handles += _watch_layer(layer, index, index == len(layers) - 1, meter)
-    head = inner.get_output_embeddings()  # type: ignore[operator]
-    if isinstance(head, nn.Module):
-        handles.append(head.register_forward_pre_hook(_enter_forward(meter, "loss")))
+    handles.append(_holder(inner, layers).register_forward_hook(_begin_loss(meter)))
     try:
         yield
     finally:
@@ -150,9 +148,14 @@ def _enter_at_gradient(meter: SectionMeter, hidden: Any, section: str, layer: in
         hidden.register_hook(lambda gradient: meter.enter(label))
 
 
-def _enter_forward(meter: SectionMeter, section: str) -> Any:
-    def hook(module: nn.Module, args: Any) -> None:
+def _holder(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """The module that runs the layers and the final norm; logits and loss come after it."""
+    return next(m for m in model.modules() if any(child is layers for child in m.children()))
+
+
+def _begin_loss(meter: SectionMeter) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
         if not meter.is_backward:
-            meter.enter(section_label(section))
+            meter.enter(section_label("loss"))
 
     return hook

@@ -80,5 +80,6 @@ def test_a_pasted_config_has_a_ledger(opened: Opened, tiny_config: str) -> None:
 def test_the_step_is_drawn_moment_by_moment_or_says_why_not(opened: Opened) -> None:
     titles = texts(ledger(opened))
     assert "One step, moment by moment" in titles
-    assert "No timeline: A step is replayed" in texts(ledger(opened, num_hidden_layers="2"))
+    split = ledger(opened, tensor_parallel="2")
+    assert "No timeline: The step of a split model" in texts(split)
     assert "moment by moment" not in texts(ledger(opened, job="serve"))

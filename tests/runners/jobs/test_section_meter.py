@@ -90,6 +90,8 @@ def trained(request: pytest.FixtureRequest) -> Iterator[tuple[Trainer, nn.Module
         {"engine": "fsdp2", "zero_stage": 2, "checkpointing": "full"},
         {"zero_stage": 1, "grad_accumulation": 2},
         {"checkpointing": "full", "attention": "eager"},
+        {"engine": "ddp", "zero_stage": 0},
+        {"loss": "chunked"},
     ],
     indirect=True,
     ids=lambda chosen: " ".join(map(str, chosen.values())) or "default",
@@ -107,6 +109,14 @@ def test_one_step_is_cut_at_the_models_boundaries(trained: tuple[Trainer, nn.Mod
     assert hooks(model) == before
     trainer.step()
     assert trainer.meter.on_phase is None and counter.readings == first + len(rows)
+
+
+@pytest.mark.parametrize(
+    "trained", [{"lora_rank": 4, "zero_stage": 0, "precision": "bf16"}], indirect=True
+)
+def test_what_is_frozen_at_the_start_has_no_backward(trained: tuple[Trainer, nn.Module]) -> None:
+    rows = trained[0].timeline(Counter())
+    assert [label for label, _, _ in rows] == [*FORWARD, *BACKWARD[:-1], "optimizer"]
 
 
 def test_a_section_that_goes_on_is_one_and_their_number_is_bounded() -> None:
