@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -97,3 +98,43 @@ def test_what_an_engine_has_not_is_refused(
     collectives = LocalCollectives(rank=0, world_size=1)
     with pytest.raises(ValueError, match=message):
         engine(nn.Linear(2, 2), device=torch.device("cpu"), collectives=collectives, **chosen)
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("zero_redundancy", 1)])
+def test_the_job_trains_one_rank_of_eight_alone(tmp_path: Path, engine: str, stage: int) -> None:
+    model = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+    plan = {
+        "schema": 1,
+        "job": "train",
+        "model": {"config": model, "name": "tiny"},
+        "workload": {"sequence_length": 16, "precision": "bf16"},
+        "parallelism": {"engine": engine, "zero_stage": stage, "world_size": 8},
+        "hardware": {"preset": "h200-sxm5-141gb"},
+    }
+    spec = {"schema": 1, "kind": "train_step", "world": "solo", "rank": 0, "device": "cpu"}
+    spec |= {"warmup": 2, "steps": 1, "plan": plan}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "runners.jobs.train_step", str(tmp_path / "spec.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = HERE.parents[2]
+    subprocess.run([*command, str(tmp_path)], cwd=root, env=environment, check=True, timeout=200)
+    measured = json.loads((tmp_path / "result.json").read_text())["measured"]
+    # 64*32 + 3*(2*32*32 + 2*16*32 + 3*48*32 + 2*32) + 32, in bf16.
+    whole = 2 * (2048 + 3 * 7744 + 32)
+    state = measured["state"]
+    assert (state["parameter_bytes"], state["gradient_bytes"]) == (whole, whole)
+    assert measured["communication"]["all_reduce"]["bytes"] == whole
+    # Two bf16 moments of everything, or of about an eighth: whole parameters are dealt out.
+    own = 2 * whole if stage == 0 else 2 * whole / 8
+    assert own <= state["optimizer_bytes"] < 1.2 * own
