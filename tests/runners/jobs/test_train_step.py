@@ -85,6 +85,32 @@ def test_one_rank_measures_times_losses_and_state(tmp_path: Path) -> None:
     assert measured["tokens_per_s"] == pytest.approx(32 / measured["step_time_s"])
 
 
+def test_a_chunked_loss_starts_where_hugging_face_s_does(tmp_path: Path) -> None:
+    chosen = {"loss": "chunked", "grad_accumulation": 2, "sync_each_micro_batch": False}
+    code, result = _run(_spec(workload=chosen), tmp_path / "run")
+    measured = result["measured"]
+    assert (code, result["outcome"]) == (0, "done")
+    assert measured["losses"][0] == pytest.approx(math.log(64), abs=0.2)
+    assert measured["losses"][2] < measured["losses"][0]
+
+
+def test_adapters_train_in_the_job(tmp_path: Path) -> None:
+    chosen = {"lora_rank": 4, "lora_targets": "qv", "precision": "bf16", "checkpointing": "full"}
+    code, result = _run(_spec(workload=chosen), tmp_path / "run")
+    assert (code, result["outcome"]) == (0, "done")
+    # Two layers with A and B of q_proj (32 to 32) and of v_proj (32 to 16).
+    adapters = 2 * 4 * (32 + 32 + 32 + 16)
+    state = result["measured"]["state"]
+    assert state["parameter_bytes"] == 2 * (PARAMETERS + adapters)
+    assert state["gradient_bytes"] == 2 * adapters
+
+
+def test_a_loss_without_a_kernel_is_one_sentence(tmp_path: Path) -> None:
+    code, result = _run(_spec(workload={"loss": "fused_linear"}), tmp_path / "run")
+    assert (code, result["outcome"]) == (1, "failed")
+    assert "no kernel yet; run hf or chunked" in result["error"]["message"]
+
+
 @pytest.mark.parametrize("engine", ["peakmark", "fsdp2"])
 def test_two_ranks_report_both(tmp_path: Path, engine: str) -> None:
     spec = _spec(parallelism={"world_size": 2, "engine": engine})
