@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.plan import Plan, parse_plan
-from planner.workload import Attention, Checkpointing, Engine, Loss, TrainingWorkload
+from planner.workload import Attention, Engine, Loss, TrainingWorkload
 from runners.contract import JobKind
 from runners.engines.base import TrainingEngine
 from runners.engines.ddp import DdpEngine
@@ -26,6 +26,7 @@ from runners.engines.precision import forward_context
 from runners.engines.zero_redundancy import ZeroRedundancyEngine
 from runners.jobs.adapters import choose_trained
 from runners.jobs.attention_calls import recorded_sdpa_call
+from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.losses import install_chunked_loss
 from runners.jobs.section_meter import CudaCounter, MemoryCounter, SectionMeter, watched_sections
@@ -38,7 +39,6 @@ from runners.measure import (
 )
 from runners.worlds import RunningWorld, open_world
 from runners.zero.engine import ZeroEngine
-from runners.zero.groups import decoder_layers
 
 LEARNING_RATE = 1e-4
 MIN_WARMUP_STEPS = 2
@@ -74,17 +74,9 @@ def build_model(plan: Plan) -> nn.Module:
             dtype=torch.float32,
         )
         choose_trained(model, workload)
-    if workload.checkpointing is Checkpointing.FULL:
-        checkpoint_layers(model, workload.checkpoint_every)
+    checkpoint_layers(model, workload.checkpointing, workload.checkpoint_every)
     _install_loss(model, workload.loss)
     return model.train()
-
-
-def checkpoint_layers(model: nn.Module, every: int) -> None:
-    """Recompute layers 0, `every`, 2 `every`, ... in the backward."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    for index, layer in enumerate(decoder_layers(model)):
-        layer.gradient_checkpointing = index % every == 0  # type: ignore[assignment]
 
 
 def _install_loss(model: nn.Module, loss: Loss) -> None:

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.memory.kinds import MOE
-from planner.workload import LoraTargets, TrainingWorkload
+from planner.workload import Checkpointing, LoraTargets, TrainingWorkload
 from runners.jobs.adapters import choose_trained
+from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.losses import install_chunked_loss
 from runners.trace.losses import install_fused_loss
 from runners.trace.patterns import Pattern, pattern_fields, prepare_layers, traits
@@ -134,8 +135,7 @@ def build_model(variant: Variant, pattern: Pattern) -> torch.nn.Module:
             choose_trained(model, chosen)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # engines store all in one dtype, routers too
-    if variant.checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    checkpoint_layers(model, Checkpointing(variant.checkpointing))
     prepare_layers(model, pattern)
     if variant.loss == "chunked":
         install_chunked_loss(model)

@@ -34,27 +34,38 @@ def _attention_output(query: torch.Tensor, value: torch.Tensor, like_query: bool
     return out.transpose(1, 2)
 
 
-class _FusedAttention(torch.autograd.Function):
-    """A fused kernel: keeps Q, K, V, the output and one fp32 logsumexp per query row."""
+@torch.library.custom_op("peakmark_trace::attention_forward", mutates_args=())
+def _attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, like_query: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and one fp32 logsumexp per query row, as one operation that a checkpoint can save."""
+    out = _attention_output(q, v, like_query)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, like_query: bool) -> torch.Tensor:
-        out = _attention_output(q, v, like_query)
-        logsumexp = q.new_empty(q.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, mask, out, logsumexp)
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        q, k, v, _, _, logsumexp = ctx.saved_tensors
-        delta = torch.empty_like(logsumexp)  # row sums of dO * O, alive during the backward
-        grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
-        del delta
-        return grad_q, grad_k, grad_v, None, None
+_attention_forward.register_fake(_attention_forward._init_fn)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, mask, _ = inputs
+    ctx.set_materialize_grads(False)  # no kernel makes a gradient of the logsumexp
+    ctx.save_for_backward(q, k, v, mask, *output)
+
+
+def _attention_backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    q, k, v, _, _, logsumexp = ctx.saved_tensors
+    delta = torch.empty_like(logsumexp)  # row sums of dO * O, alive during the backward
+    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
+    del delta
+    return grad_q, grad_k, grad_v, None, None
+
+
+_attention_forward.register_autograd(_attention_backward, setup_context=_keep)
 
 
 def _fused_attention(q: Any, k: Any, v: Any, mask: Any, like_query: bool) -> torch.Tensor:
-    out: torch.Tensor = _FusedAttention.apply(q, k, v, mask, like_query)  # type: ignore[no-untyped-call]
+    """A fused kernel: keeps Q, K, V, the output and the logsumexp."""
+    out: torch.Tensor = _attention_forward(q, k, v, mask, like_query)[0]
     return out
 
 
