@@ -32,6 +32,7 @@ def traced_slices(num_tokens: int, vocab_size: int) -> list[slice]:
 
 class _FusedLoss(nn.Module):
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return a loss without a value for a head `weight` [vocabulary, hidden]."""
         loss: Tensor = _FusedLinear.apply(hidden.flatten(0, 1), weight)  # type: ignore[no-untyped-call]
         return loss
 
