@@ -127,6 +127,21 @@ def test_formulas_and_replay_see_the_same_peak(
     assert replayed == pytest.approx(summed, rel=0.03)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_layers_hold_parameters_only(stage: int) -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B", {"num_hidden_layers": 8})
+    workload = TrainingWorkload(frozen_layers=3, checkpointing=Checkpointing.FULL)
+    ranks = Parallelism(zero_stage=stage, world_size=8)
+    memory = training_memory(spec, workload, ranks)
+    summed = training_memory(spec, workload, ranks, segment_share=0.1).allocated_bytes
+    assert memory.allocated_bytes == pytest.approx(summed, rel=0.03)
+    layer = sum(inputs * outputs for inputs, outputs in WIDTHS) + 2 * 4096
+    trained = 5 * layer + 128256 * 4096 + 4096
+    shards = 1 if stage == 0 else 8
+    assert memory.peak.parts["optimizer"] == 12 * trained // shards
+    assert memory.peak.parts["parameters"] == 2 * spec.parameters // shards
+
+
 def _refusal(parallelism: Parallelism | None = None, **chosen: object) -> str:
     with pytest.raises(PlanError) as caught:
         check_training(LLAMA, TrainingWorkload(**chosen), parallelism or Parallelism())
