@@ -90,8 +90,9 @@ class Fsdp2Replay(EngineBase):
             self._before_backward(unit)
         elif "layer" in section:
             self._gather(unit)
-            self._memory.give(("gathered", ("layer", layer - 1) if layer else ("root", 0)))
+            # The buffer before it is dropped as this one's wait returns (wait_for_unshard).
             self._copy_out(unit)
+            self._memory.give(("gathered", ("layer", layer - 1) if layer else ("root", 0)))
 
     def _before_backward(self, unit: tuple[str, int]) -> None:
         if not self._reshards:
