@@ -31,6 +31,12 @@ def refusal(name: str, attention: Attention, length: int = 1024) -> str | None:
         ("opt-6.7b", Attention.TRITON, None),
         ("qwen3-30b-a3b", Attention.TRITON, None),
         ("gemma-2-2b", Attention.SDPA, "does not cap"),
+        ("gemma-3-1b", Attention.SDPA, None),
+        ("gpt-oss-20b", Attention.EAGER, None),
+        ("gpt-oss-20b", Attention.SDPA, "no attention sinks"),
+        ("gpt-oss-20b", Attention.TRITON, "no attention sinks"),
+        ("deepseek-v3", Attention.SDPA, None),
+        ("deepseek-v2-lite", Attention.TRITON, "this model's are 192 and 128"),
         ("mistral-7b-v0.1", Attention.TRITON, None),
     ],
 )
@@ -41,6 +47,8 @@ def test_attentions_of_a_family(name: str, attention: Attention, reason: str | N
 
 def test_a_window_shorter_than_the_sequence_is_not_our_kernel_s() -> None:
     assert "no sliding window" in str(refusal("mistral-7b-v0.1", Attention.TRITON, 8192))
+    assert "no sliding window" in str(refusal("gemma-3-1b", Attention.TRITON, 513))
+    assert refusal("gemma-3-1b", Attention.TRITON, 512) is None
 
 
 @pytest.mark.parametrize(("name", "rows"), [("opt-6.7b", 2048), ("gpt2", 1024)])

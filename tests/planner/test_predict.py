@@ -96,7 +96,7 @@ def test_the_model_is_described_with_what_follows_from_it() -> None:
 
 @pytest.mark.parametrize("preset", [preset.id for preset in model_presets()])
 def test_every_preset_has_a_training_and_a_serving_prediction(preset: str) -> None:
-    attention = "eager" if "gemma-2" in preset else "sdpa"
+    attention = "eager" if "gemma-2" in preset or "gpt-oss" in preset else "sdpa"
     document = {
         **TRAIN,
         "model": {"preset": preset},
