@@ -8,7 +8,7 @@ from planner.memory.templates import has_template, has_templates, load_steps, tr
 from planner.model import ModelSpec
 from planner.splits import check_splits
 from planner.variants import check_variants
-from planner.workload import Attention, Parallelism, TrainingWorkload, flat_dict
+from planner.workload import Attention, Checkpointing, Parallelism, TrainingWorkload, flat_dict
 
 MAX_TRITON_HEAD_DIM = 256
 
@@ -84,12 +84,22 @@ def _not_built(field: str, value: object, allowed: str) -> PlanError:
 
 _NOT_BUILT_FIELDS = frozenset(
     (
-        "checkpoint_every",
         "base_dtype",
         "packed",
     )
 )
-_NOT_BUILT_VALUES = frozenset(("selective",))
+_NOT_BUILT_VALUES: frozenset[str] = frozenset()
+
+
+def _check_checkpointing(workload: TrainingWorkload) -> None:
+    """Raise PlanError where a number of layers is given and none is checkpointed."""
+    every = workload.checkpoint_every
+    if every > 1 and workload.checkpointing is Checkpointing.NONE:
+        sentence = (
+            f"workload.checkpoint_every is {every}, but no layer is checkpointed: set "
+            "workload.checkpointing to full or selective."
+        )
+        raise PlanError("workload.checkpoint_every", every, "1", sentence=sentence)
 
 
 def _check_traced(model: ModelSpec) -> None:
@@ -121,6 +131,7 @@ def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     _check_built(workload, parallelism)
     check_engine(workload, parallelism)
     check_variants(model, workload, parallelism)
+    _check_checkpointing(workload)
     _check_traced(model)
     check_length(model, "workload.sequence_length", workload.sequence_length)
     _check_attention(model, workload)

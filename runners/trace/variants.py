@@ -43,7 +43,7 @@ class Variant:
     attention: str  # eager, sdpa or triton; "_mha": no grouped heads
     # "_single": a batch of one row; "_direct": queries of latent attention projected in one step
     compute: str  # bf16, fp32 or autocast
-    checkpointing: str  # none or full
+    checkpointing: str  # none, full or selective
     loss: str = "hf"  # or chunked, fused_linear
     adapters: str = ""  # or the layers that carry them: qv, all_linear
 
@@ -88,11 +88,10 @@ def variants(family: str) -> list[Variant]:
     kinds = [(a, compute) for a in attentions for compute in computes]
     if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED, *MIXED_LAYERS):
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
-    return [
-        Variant(family, attention, compute, checkpointing)
-        for attention, compute in kinds
-        for checkpointing in ("none", "full")
-    ]
+    # Selective checkpointing is traced in bf16 only.
+    selective = [(a, "bf16", "selective") for a in attentions if a in ("eager", "sdpa", "triton")]
+    modes = [(*kind, checkpointing) for kind in kinds for checkpointing in ("none", "full")]
+    return [Variant(family, *mode) for mode in (*modes, *selective)]
 
 
 def adapter_variants(family: str) -> list[Variant]:
