@@ -30,10 +30,11 @@ def loss_templates(
     for variant in traced:
         alike.setdefault((variant.compute, variant.checkpointing), []).append(variant)
     made: dict[Variant, Template] = {}
-    for donor, *others in alike.values():
+    for group in alike.values():
+        donor = group[0]
         for loss in OTHER_LOSSES:
-            with_loss = made[replace(donor, loss=loss)] = build(replace(donor, loss=loss))
-            for variant in others:
+            with_loss = build(replace(donor, loss=loss))
+            for variant in group:
                 made[replace(variant, loss=loss)] = graft(traced[variant], traced[donor], with_loss)
     return made
 

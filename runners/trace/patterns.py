@@ -107,9 +107,11 @@ def traced_patterns(variant: Variant) -> list[Pattern]:
     """The sequences of layers that a variant is traced with."""
     family = variant.family
     has_mask = variant.implementation in ("eager", "sdpa")
-    # Other losses change nothing in a layer, and adapters are for whole models: fewer patterns do.
-    is_first = variant.loss == "hf" and not variant.adapters
     base = with_trait(PLAIN, MOE) if family in EXPERTS else PLAIN
+    if variant.loss != "hf":  # it changes nothing in a layer, and is grafted onto other patterns
+        whole = base if variant.checkpointing == "none" else with_trait(base, CHECKPOINTED)
+        return homogeneous(whole)
+    is_first = not variant.adapters  # these are for whole models: fewer patterns do
     patterns = homogeneous(base)
     if family in DENSE_FIRST:
         patterns += [*one_change(PLAIN, base), *homogeneous(PLAIN)]
