@@ -99,7 +99,8 @@ def really_saved_bytes(spec: ModelSpec) -> int:
     # Graphs that lead nowhere, such as the choice of expert groups, are gone by now.
     storages = [holder.tensor.untyped_storage() for holder in kept]
     assert loss.requires_grad
-    return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in given}.values())
+    sizes: dict[int, int] = {s.data_ptr(): s.nbytes() for s in storages}
+    return sum(size for pointer, size in sizes.items() if pointer not in given)
 
 
 @pytest.mark.parametrize("family", TINY)
