@@ -75,7 +75,8 @@ def predicted_saved_bytes(spec: ModelSpec) -> int:
     saved = load_saved(traced(spec, EAGER, SEQ))
     values = monomial_values(spec, tuple(t.monomial for t in saved), BATCH, SEQ)
     pairs = zip(saved, values, strict=True)
-    return round(sum(value * t.coefficient_bytes * len(t.places) for t, value in pairs))
+    total = sum(float(value) * t.coefficient_bytes * len(t.places) for t, value in pairs)
+    return round(total)
 
 
 def really_saved_bytes(spec: ModelSpec) -> int:
