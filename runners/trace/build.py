@@ -14,7 +14,7 @@ import transformers
 import planner.memory
 from runners.trace.graft import loss_templates
 from runners.trace.template import build_template
-from runners.trace.variants import FAMILIES, MIXED_LAYERS, adapter_variants, variants
+from runners.trace.variants import FAMILIES, adapter_variants, variants
 
 FOLDER = Path(planner.memory.__file__).parent / "templates"
 
@@ -28,8 +28,7 @@ def write_family(family: str, keys: Sequence[str] = (), folder: Path = FOLDER) -
     chosen = [variant for variant in every if not keys or variant.key in keys]
     traced = {variant: build_template(variant) for variant in chosen}
     whole = {variant: template for variant, template in traced.items() if not variant.adapters}
-    if family not in MIXED_LAYERS:  # a loss is grafted onto one kind of layers
-        traced |= loss_templates(whole, build_template)
+    traced |= loss_templates(whole, build_template)
     templates = read_templates(folder / f"{family}.json") if keys else {}
     templates |= {variant.key: template for variant, template in traced.items()}
     return write_templates(family, templates, folder)

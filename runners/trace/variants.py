@@ -31,7 +31,7 @@ ADAPTED = ("llama", "qwen2", "qwen3")
 OTHER_LOSSES = ("chunked", "fused_linear")
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
-# Families of several kinds of layers, traced in the dtype they are trained in, under HF's loss.
+# Families of several kinds of layers, traced in the dtype they are trained in.
 MIXED_LAYERS = ("gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
