@@ -135,7 +135,9 @@ def _sliding(family: str, base: str, in_any_mix: bool) -> list[Pattern]:
     if family in SLIDING_AT_THE_END:
         return [*homogeneous(slides), *(one_change(base, slides) if in_any_mix else [])]
     if family in SLIDING_PERIOD:
-        return one_after_many(slides, base)
+        # Where the period is long, a shallow model has no full layer.
+        shallow = homogeneous(slides) if SLIDING_PERIOD[family] > 2 else []
+        return [*shallow, *one_after_many(slides, base)]
     return []
 
 
