@@ -153,14 +153,14 @@ class ModelReplay:
         self._engine.after(place.section, place.layer, gradients)
 
     def _allocate(self, place: Place, action: Action, own: Blocks, gradients: Blocks) -> None:
-        block = self._allocator.allocate(action[2]) if action[2] else None
-        if action[0] == _GRADIENTS:
+        is_tied = place.section == "loss_backward" and len(own) == self._tied_row
+        # A head tied to a frozen embedding is frozen too: it has no gradient.
+        is_frozen = is_tied and self._joining_row < 0
+        block = self._allocator.allocate(action[2]) if action[2] and not is_frozen else None
+        if is_tied:
+            self._tied_block, block = block, None
+        elif action[0] == _GRADIENTS:
             gradients.append(block)
-        if place.section == "loss_backward" and len(own) == self._tied_row:
-            self._tied_block = block
-            if action[0] == _GRADIENTS:
-                gradients.pop()
-            block = None
         own.append(block)
         if place.section == "loss_backward" and len(own) == self._product_row + 1:
             self._engine.first_backward_product()
