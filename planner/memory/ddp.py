@@ -146,7 +146,9 @@ class DdpStates:
         return {
             "gathered": 0,
             "gradients": self._copies * self._numels.total() * self._bytes.gradient,
-            "temporary": tied_shares(place, self._precision) * self._tied_numel * self._bytes.gradient,
+            "temporary": tied_shares(place, self._precision)
+            * self._tied_numel
+            * self._bytes.gradient,
         }
 
     def flat(self, place: Place) -> tuple[Any, ...]:
