@@ -11,6 +11,7 @@ from typing import Any
 
 import streamlit as st
 
+from app.accuracy_job import AccuracyJob
 from app.engine_stages import possible_stages
 from app.plan_words import checkpointing_words, split_words, variant_words
 from app.proof import job_spec
@@ -20,7 +21,7 @@ from db.engine import open_database
 from db.measurements import measurements
 from db.problems import DatabaseProblem
 from db.types import FINAL_STATES, RunState
-from planner.accuracy import accuracy_report
+from planner.accuracy import AccuracyReport
 from planner.attached import AttachedGpu, attached_gpus
 from planner.comparison import compare
 from planner.config_input import parse_config_text, spec_from_config
@@ -33,7 +34,6 @@ from planner.paper import paper_table
 from planner.plan import Plan, parse_plan, plan_hash
 from planner.predict import predict
 from planner.presets import model_presets, resolve_model
-from planner.records import RecordError, parse_row
 from planner.search import grid
 
 # What a page shows as one sentence instead of failing.
@@ -428,23 +428,28 @@ def rerun(run_id: str, idempotency_key: str) -> str:
     return repository.rerun(database(), run_id, idempotency_key=idempotency_key, who="page")
 
 
-def accuracy() -> dict[str, Any]:
+def accuracy(wait_s: float | None = None) -> dict[str, Any]:
     """Compare today's predictions with every stored measurement.
 
-    Beside the report, `names` says in a few words what each row measured.
+    Beside the report, `names` says in a few words what each row measured. Where it takes longer
+    than `wait_s`, only `done` and `total`, in measurements: ask again.
     """
     rows = [seen.to_row() for seen in measurements(database())]
-    return _accuracy(json.dumps([row["id"] for row in rows]), rows)
+    job = _accuracy_job(_database_url())
+    report = job.report(rows, wait_s)
+    if report is None:
+        return {"done": job.done(rows), "total": len(rows)}
+    return _accuracy(json.dumps([row["id"] for row in rows]), report, rows)
+
+
+@st.cache_resource(show_spinner=False)
+def _accuracy_job(url: str) -> AccuracyJob:
+    return AccuracyJob()
 
 
 @st.cache_data(max_entries=4, show_spinner=False)
-def _accuracy(digest: str, _rows: list[dict[str, Any]]) -> dict[str, Any]:
-    checked = []
-    for row in _rows:
-        with suppress(RecordError):
-            checked.append(parse_row(row))
-    report = accuracy_report(checked).to_dict()
-    return {**report, "names": {row["id"]: _row_words(row["spec"]) for row in _rows}}
+def _accuracy(digest: str, _report: AccuracyReport, _rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**_report.to_dict(), "names": {row["id"]: _row_words(row["spec"]) for row in _rows}}
 
 
 def _row_words(spec: Mapping[str, Any]) -> str:

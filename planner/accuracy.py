@@ -267,6 +267,20 @@ def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:
     )
 
 
+def merged_reports(reports: Iterable[AccuracyReport]) -> AccuracyReport:
+    """Return the report over the rows of all `reports` together, in their order."""
+    parts = list(reports)
+    return AccuracyReport(
+        evidence_rows=sum(part.evidence_rows for part in parts),
+        holdout_rows=sum(part.holdout_rows for part in parts),
+        calibration_rows=sum(part.calibration_rows for part in parts),
+        other_rows=sum(part.other_rows for part in parts),
+        judged=tuple(judged for part in parts for judged in part.judged),
+        not_predicted={row: why for part in parts for row, why in part.not_predicted.items()},
+        residuals=tuple(residual for part in parts for residual in part.residuals),
+    )
+
+
 def device_ratios(report: AccuracyReport) -> list[tuple[Mapping[str, str], float]]:
     """Return traits and measured / predicted of every row that no constant was fitted to.
 

@@ -30,6 +30,9 @@ GROUP_LABELS = (
     "gpu",
     "GPU filled",
 )
+# What is there within this time is drawn at once; after it the page says how far it is.
+WAIT_S = 2.0
+REDRAW_S = 1.0
 STATISTICS: Mapping[str, str] = {
     "mean_percent": "signed mean %",
     "mean_absolute_percent": "mean absolute %",
@@ -41,8 +44,10 @@ STATISTICS: Mapping[str, str] = {
 def show_accuracy_page() -> None:
     """Draw the errors of today's predictions over every stored measurement."""
     with told_in_one_sentence():
-        with st.spinner("Predicting every stored measurement"):
-            report = services.accuracy()
+        report = services.accuracy(WAIT_S)
+        if "done" in report:
+            _progress()
+            return
         _false_verdicts(report)
         if not report["residuals"]:
             _say_that_there_is_nothing(report["rows"])
@@ -50,6 +55,18 @@ def show_accuracy_page() -> None:
         _quantities(report)
         _verdicts(report["verdicts"])
         _strips(report)
+
+
+@st.fragment(run_every=REDRAW_S)
+def _progress() -> None:
+    """Say how far the predictions are; draw the page anew when they are all there."""
+    with told_in_one_sentence():
+        report = services.accuracy(0.0)
+        if "done" not in report:
+            st.rerun()
+        done, total = report["done"], report["total"]
+        st.progress(done / total, f"Predicted for {done} of {total} stored measurements.")
+        st.caption("Once per start of this server; other pages can be used meanwhile.")
 
 
 def _false_verdicts(report: Mapping[str, Any]) -> None:
