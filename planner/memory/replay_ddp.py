@@ -13,6 +13,7 @@ from planner.workload import Parallelism, TrainingWorkload
 # DDP broadcasts the first values in flat pieces of this size, two at a time.
 _BROADCAST_BYTES = 250 * MIB_BYTES
 _IN_FLIGHT = 2
+_FIRST_BUCKET = ("bucket", "first")
 
 
 class DdpReplay(EngineBase):
@@ -34,7 +35,7 @@ class DdpReplay(EngineBase):
         if parallelism.zero_stage == 1:
             pairs = owned(spec, sizes.state, parallelism.world_size)
         self._stepped = [tensor for _, tensor in pairs]
-        self._forwards = 0
+        self._forwards, self._ranks = 0, parallelism.world_size
 
     def start(self) -> None:
         """Parameters one by one, their broadcast, one bucket of all gradients."""
@@ -46,7 +47,7 @@ class DdpReplay(EngineBase):
             memory.take("untied", self._parameters[0])
             memory.give("untied")
         self._broadcast()
-        memory.take(("bucket", "first"), sum(self._gradients))
+        memory.take(_FIRST_BUCKET, sum(self._gradients))
         self._take_tokens()
 
     def _broadcast(self) -> None:
@@ -71,12 +72,13 @@ class DdpReplay(EngineBase):
         self._take_workspace(section)
 
     def _rebuild_buckets(self) -> None:
-        memory, first = self._memory, ("bucket", "first")
-        if self._workload.grad_accumulation == 1:
-            memory.give(first)
+        memory = self._memory
+        if self._ranks == 1 and self._workload.grad_accumulation == 1:
+            memory.give(_FIRST_BUCKET)
         for number, size_bytes in enumerate(bucket_bytes(self._gradients[::-1])):
             memory.take(("bucket", number), size_bytes)
-        memory.give(first)  # gradients of a micro-batch were copied out of it
+        if self._ranks == 1:
+            memory.give(_FIRST_BUCKET)  # gradients of a micro-batch were copied out of it
 
     def first_gradient(self, group: int, layer: int) -> None:
         """Nothing: the buckets are there already."""
@@ -86,6 +88,10 @@ class DdpReplay(EngineBase):
 
         Gradients that wait for a later micro-batch to be reduced are tensors beside the buckets.
         """
+        if section == "loss_backward" and self._forwards > 1:
+            # NCCL holds what it reduced until a later collective (ProcessGroupNCCL.hpp,
+            # TensorShelf: DDP waits for the future, not for the work that would let go).
+            self._memory.give(_FIRST_BUCKET)
         if section == "loss_backward" and not self._reduces:
             self._memory.take("beside", sum(self._gradients))
         elif section == "embed_backward" and self._reduces:

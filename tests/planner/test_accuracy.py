@@ -43,7 +43,7 @@ class FixedPrediction:
     def to_dict(self) -> dict[str, Any]:
         parts = {"parameters": 10, "gradients": 20, "optimizer": 30, "activations": 50}
         return {
-            "plan": {"parallelism": {"world_size": self.world_size}},
+            "plan": {"parallelism": {"world_size": self.world_size, "engine": "peakmark"}},
             "memory": {
                 "allocated_bytes": 110,
                 "reserved_bytes": 120,
@@ -311,7 +311,7 @@ def test_every_recorded_row_far_off_is_explained(recorded_report: AccuracyReport
     assert unexplained(recorded_report, explanations) == []
 
 
-def _memory_quantities(world: str) -> dict[str, float]:
+def _memory_quantities(world: str, engine: str = "peakmark") -> dict[str, float]:
     overheads = [{"name": "context", "bytes": 10}, {"name": "nccl", "bytes": 5}]
     memory = {
         "allocated_bytes": 100,
@@ -321,11 +321,16 @@ def _memory_quantities(world: str) -> dict[str, float]:
     }
     prediction = {
         "memory": memory,
-        "plan": {"parallelism": {"world_size": 2}},
+        "plan": {"parallelism": {"world_size": 2, "engine": engine}},
         "throughput": {"step_time_s": 1.0},
     }
     measured = {"allocated_bytes": 100, "reserved_bytes": 110, "device_bytes": 120}
     return {c.quantity: c.predicted for c in compare(prediction, measured, world)}
+
+
+def test_ddp_alone_is_compared_by_its_tensors_only_and_real_ranks_by_all() -> None:
+    assert set(_memory_quantities("solo", "ddp")) == {"allocated"}
+    assert set(_memory_quantities("nccl", "ddp")) == {"allocated", "reserved", "device"}
 
 
 def test_a_rank_alone_is_not_charged_for_a_communicator() -> None:
