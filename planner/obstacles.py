@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from planner.engines import check_engine, check_stage
 from planner.errors import PlanError, describe_value
-from planner.memory.templates import has_template, has_templates, load_steps, traced
+from planner.memory.templates import has_template, has_templates, load_moments, traced
 from planner.model import ModelSpec
 from planner.splits import check_splits
+from planner.untraced import untraced
 from planner.variants import check_variants
 from planner.workload import Attention, Checkpointing, Parallelism, TrainingWorkload, flat_dict
 
@@ -112,23 +113,20 @@ def _check_traced(model: ModelSpec) -> None:
         raise PlanError("model.family", model.family, "a traced family", sentence=sentence)
 
 
-def _check_variant_traced(model: ModelSpec, workload: TrainingWorkload) -> None:
-    """Raise PlanError for a combination of choices that has not been traced for this family."""
+def _is_traced(model: ModelSpec, workload: TrainingWorkload) -> bool:
+    """Whether a step with these choices has been traced for this family, in this order of layers."""
     template = traced(model, workload, workload.sequence_length)
-    key = template.key
     if not has_template(template):
-        sentence = (
-            f"A training step of {model.family} with {key.replace('/', ', ')} has not been traced; "
-            "choose another attention, precision, checkpointing or loss."
-        )
-        raise PlanError("workload", key, "a traced combination", sentence=sentence)
-    load_steps(template, "kept")
+        return False
+    try:
+        load_moments(template, "kept")
+    except PlanError:
+        return False
+    return True
 
 
-def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
-    """Raise PlanError where the model cannot be trained like this; the sentence says why."""
-    check_parallelism(parallelism)
-    _check_built(workload, parallelism)
+def _check_choices(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Raise PlanError for choices that exclude each other, traced or not."""
     check_engine(workload, parallelism)
     check_variants(model, workload, parallelism)
     _check_checkpointing(workload)
@@ -136,4 +134,21 @@ def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     check_length(model, "workload.sequence_length", workload.sequence_length)
     _check_attention(model, workload)
     check_splits(model, workload, parallelism)
-    _check_variant_traced(model, workload)
+
+
+def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Raise PlanError where the model cannot be trained like this; the sentence says why."""
+    check_parallelism(parallelism)
+    _check_built(workload, parallelism)
+    _check_choices(model, workload, parallelism)
+    if _is_traced(model, workload):
+        return
+
+    def works(other: TrainingWorkload) -> bool:
+        try:
+            _check_choices(model, other, parallelism)
+        except PlanError:
+            return False
+        return _is_traced(model, other)
+
+    raise untraced(model, workload, works)

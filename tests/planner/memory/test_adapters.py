@@ -155,6 +155,8 @@ def test_what_is_not_predicted_is_said() -> None:
     assert "0 to 31" in _refusal(frozen_layers=32)
     whole = Parallelism(zero_stage=0)
     assert "whole models only" in _refusal(whole, lora_rank=8, optimizer=Optimizer.MUON)
-    with pytest.raises(PlanError, match="lora_all_linear has not been traced"):
+    with pytest.raises(
+        PlanError, match=r"lora_rank is 8: a training step of gpt2 .* has not been traced; use 0"
+    ):
         gpt2 = resolve_model("openai-community/gpt2")
         check_training(gpt2, TrainingWorkload(lora_rank=8, sequence_length=512), Parallelism())
