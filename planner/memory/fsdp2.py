@@ -54,7 +54,7 @@ class Fsdp2States:
     """FSDP2: every decoder layer is one unit; the rest is the root unit, never freed in a step.
 
     Lifetimes as in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (2.11 to 2.13): the
-    all-gather output of a unit outlives its copy-out until the next unit is gathered; in the
+    all-gather output of a unit outlives its copy-out until the next unit is copied out; in the
     backward the next unit is gathered ahead, and a reduce-scatter's input lives until the next one.
     With one rank there is no all-gather buffer, but the copy and the reduction remain.
     """
@@ -133,8 +133,7 @@ class Fsdp2States:
     def _gathered(self, place: Place) -> Any:
         root, buffers = self._numel.root, self._gather.layers
         if place.section == "embed":
-            # Freed only once the first layer is gathered.
-            return root + self._gather.root + buffers[0]
+            return root + self._gather.root
         if not place.in_backward:
             layer = place.layer if place.in_layer else self._layers - 1
             return root + self._forward_copies(place) + buffers[layer]
@@ -178,8 +177,13 @@ class Fsdp2States:
         return (0, 0, 0)
 
     def at_section_end(self, place: Place) -> Parts:
-        """A unit's reduction: input and output appear, its copy and the last input are gone."""
-        if not place.in_backward or place.section == "loss_backward":
+        """The next unit's gathering in the forward, the unit's reduction in the backward.
+
+        Input and output of a reduction appear, the unit's copy and the last input are gone.
+        """
+        if not place.in_backward:
+            return {"gathered": self._next_unit(place) * self._compute}
+        if place.section == "loss_backward":
             return {}
         is_root = place.section == "embed_backward"
         if is_root and self._keeps_whole:
@@ -201,6 +205,14 @@ class Fsdp2States:
             # The two shares of a tied weight are gone: only their sum is reduced.
             parts["gradients"] = -2 * self._tied_numel * self._compute
         return parts
+
+    def _next_unit(self, place: Place) -> Any:
+        """Elements added while the next layer is copied out of its buffer, beside the last one."""
+        following = place.layer + 1 if place.in_layer else 0
+        if place.section in ("head", "loss") or following == self._layers:
+            return 0
+        freed = self._numel.layers[place.layer] if place.in_layer and self._reshards else 0
+        return self._gather.layers[following] + self._numel.layers[following] - freed
 
     def optimizer_step(self) -> Parts:
         """Sharded gradients and the optimizer's temporaries over all parameters, in bytes."""

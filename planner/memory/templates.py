@@ -303,7 +303,8 @@ class _Compiler:
         """Layers that can decide a peak.
 
         Where the same run of layers repeats, memory rises or falls by the same step each time, so
-        of each layer in the run only the first and the last repetition can be the highest.
+        of each layer in the run only the first and the last repetition can be the highest. At the end
+        of the last layer but one an engine gathers for the last; after the last, for none.
         """
         last = self._sequence.last
         forward = [id(extent) for extent in self._extents[1 : last + 2]]
@@ -312,7 +313,7 @@ class _Compiler:
         layers_of: dict[Any, list[int]] = {}
         for layer, identity in enumerate(run):
             layers_of.setdefault(identity, []).append(layer)
-        decisive = set()
+        decisive = {max(last - 1, 0)}
         for layers in layers_of.values():
             decisive |= {layers[0], layers[-1]}
             for before, layer, after in zip(layers, layers[1:], layers[2:], strict=False):

@@ -132,9 +132,7 @@ class Timeline:
         parts = add_parts(self._persistent, states.at(place))
         if self._beside is not None:
             parts = add_parts(parts, self._beside(place))
-        if not place.in_backward:
-            return parts
-        if moments.flat_key[row]:
+        if place.in_backward and moments.flat_key[row]:
             sizes = zip(FLAT_GROUPS, states.flat(place), strict=True)
             begun = sum(size for name, size in sizes if moments.has_begun(row, name))
             parts["gradients"] = parts["gradients"] + begun

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.config_input import spec_from_config
 from planner.memory.fsdp2 import Fsdp2States, row_shards
-from planner.memory.groups import group_numels
+from planner.memory.groups import Place, group_numels
 from planner.memory.states import PeakmarkStates
 from planner.model import ModelSpec
 from planner.presets import resolve_model
@@ -81,6 +81,25 @@ def test_fsdp2_keeps_16_bytes_per_parameter_over_the_ranks() -> None:
     # Every dimension of this model divides by 8: 4 + 8 + 4 bytes per parameter.
     assert held["parameters"] + held["optimizer"] + step["gradients"] == 2 * spec.parameters
     assert step["temporary"] == 0
+
+
+@pytest.mark.parametrize(("stage", "kept"), [(3, 0), (2, 6)])
+def test_fsdp2_copies_a_layer_out_beside_the_buffer_of_the_one_before(
+    stage: int, kept: int
+) -> None:
+    """wait_for_unshard drops the buffer before once the copies exist: `kept` layers stay copied."""
+    spec = resolve_model("meta-llama/Llama-3.1-8B")  # every dimension divides by 8
+    root, layer = 2 * 128256 * 4096 + 4096, 218_112_000
+    states = Fsdp2States(spec, Precision.BF16, Optimizer.ADAMW_FUSED, stage, 8, accumulates=False)
+
+    def gathered_bytes(place: Place) -> float:
+        return float(states.at(place)["gathered"] + states.at_section_end(place)["gathered"])
+
+    # The root's copy and buffer, the first layer's copy and buffer.
+    assert gathered_bytes(Place("embed")) == 2 * (2 * root + 2 * layer)
+    # The buffers of layers 5 and 6 and the copy of layer 6.
+    assert gathered_bytes(Place("layer", 5)) == 2 * (root + (3 + kept) * layer)
+    assert states.at_section_end(Place("layer", 31)) == {"gathered": 0}
 
 
 def test_a_group_is_what_transformers_puts_into_it() -> None:
