@@ -23,6 +23,7 @@ from planner.workload import (
 )
 
 SPEC = resolve_model("meta-llama/Llama-3.1-8B")
+SHALLOW = resolve_model("meta-llama/Llama-3.1-8B", {"num_hidden_layers": 6})  # quick to replay
 WORKLOADS = st.builds(
     TrainingWorkload,
     sequence_length=st.integers(1, 65536),
@@ -32,6 +33,12 @@ WORKLOADS = st.builds(
     precision=st.sampled_from(Precision),
     attention=st.sampled_from(Attention),
     checkpointing=st.sampled_from(Checkpointing),
+).filter(
+    # Selective checkpointing is traced where matrices multiply in bf16 (see test_replay).
+    lambda workload: (
+        workload.checkpointing is not Checkpointing.SELECTIVE
+        or workload.precision in (Precision.MIXED, Precision.BF16)
+    )
 )
 PARALLELISMS = st.builds(
     Parallelism,
@@ -61,7 +68,7 @@ PARALLELISMS = st.builds(
 def test_the_ledger_sums_to_the_peak_and_to_its_components(
     workload: TrainingWorkload, parallelism: Parallelism
 ) -> None:
-    memory = training_memory(SPEC, workload, parallelism).to_dict()
+    memory = training_memory(SHALLOW, workload, parallelism).to_dict()
     total = memory["allocated_bytes"]
     assert sum(row["bytes"] for row in memory["ledger"]) == pytest.approx(total, rel=1e-12, abs=16)
     assert sum(part["bytes"] for part in memory["components"]) == total
@@ -90,7 +97,7 @@ def test_each_stage_keeps_no_more_state_than_the_one_before(
 ) -> None:
     def states(stage: int) -> int:
         parallelism = Parallelism(zero_stage=stage, world_size=world_size)
-        memory = training_memory(SPEC, workload, parallelism)
+        memory = training_memory(SPEC, workload, parallelism, segment_share=0.12)
         parts = memory.by_phase["optimizer"].parts
         return int(parts["parameters"] + parts["optimizer"] + parts["gradients"])
 
