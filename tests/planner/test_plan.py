@@ -124,7 +124,7 @@ def test_a_model_by_configuration_keeps_configuration_name_and_edits() -> None:
         ("workload", "precision", "fp16"),
         ("workload", "attention", ""),
         ("workload", "checkpointing", False),
-        ("parallelism", "engine", "deepspeed"),
+        ("parallelism", "engine", "megatron"),
         ("parallelism", "zero_stage", 4),
         ("parallelism", "world_size", 0),
         ("parallelism", "world_size", 65537),

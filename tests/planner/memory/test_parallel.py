@@ -84,7 +84,7 @@ def test_tensor_parallel_divides_what_heads_and_width_name_and_sequence_parallel
     alone = kept(step().worst)
     split = kept(step(tensor_parallel=4).worst)
     shared = kept(step(tensor_parallel=4, sequence_parallel=True).worst)
-    for shape in (("batch", "seq", "ffn"), ("batch", "seq", "heads", "head_dim")):
+    for shape in (("batch", "seq", "ffn"), ("batch", "heads", "seq", "head_dim")):
         assert split[shape] == shared[shape] == alone[shape] / 4
     hidden = ("batch", "seq", "hidden")
     assert split[hidden] == alone[hidden]
