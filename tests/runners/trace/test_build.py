@@ -12,7 +12,7 @@ from planner.memory.templates import _family_file
 from runners.trace.build import _numbered, _Pool
 from runners.trace.patterns import traced_patterns
 from runners.trace.template import build_template
-from runners.trace.variants import FAMILIES, OTHER_LOSSES, variants
+from runners.trace.variants import FAMILIES, OTHER_LOSSES, adapter_variants, variants
 
 
 def stored(family: str, key: str, kinds: str, part: str, name: str) -> list[list[Any]]:
@@ -42,7 +42,7 @@ def test_every_variant_is_stored(family: str) -> None:
         replace(variant, loss=loss).key
         for variant in variants(family)
         for loss in ("hf", *OTHER_LOSSES)
-    }
+    } | {variant.key for variant in adapter_variants(family)}
     assert set(_family_file(family)["templates"]) == keys
 
 
