@@ -43,7 +43,7 @@ def cli_line(plan: Mapping[str, Any]) -> str:
     words += [
         part
         for name in rare
-        if values[name] != state.DEFAULTS[name]
+        if values[name] != state.DEFAULTS[name] and (name != "lora_targets" or values["lora_rank"])
         for part in _option(name, values[name])
     ]
     return shlex.join(words)

@@ -153,11 +153,16 @@ def ratios_for(
     like_it, of_engine = (groups.get(key, {"n": 0})["n"] for key in (nearest, engine))
     found = groups[nearest] if like_it else groups[engine]
     if like_it >= _ENOUGH:
-        return _ratios(found, f"plans like it ({nearest.replace('/', ', ')})")
+        return _ratios(found, f"plans like it ({_group_words(nearest)})")
     if of_engine >= _ENOUGH:
         basis = f"plans of its engine ({engine}), {like_it} of them like it"
         return _ratios(found, basis, of_engine)
     return _ratios(found, f"all plans, {of_engine} of them of its engine", groups[ALL]["n"])
+
+
+def _group_words(nearest: str) -> str:
+    engine, stage, attention = nearest.split("/")
+    return f"{engine} ZeRO-{stage}, {attention}"
 
 
 def _ratios(found: Mapping[str, Any], basis: str, measurements: int | None = None) -> Ratios:

@@ -28,6 +28,13 @@ def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
         return
     if optimizer in _WHOLE_MATRIX and engine is not Engine.PEAKMARK:
         raise _refused(optimizer, f"it needs whole matrices and does not run under {engine}")
+    if optimizer in _WHOLE_MATRIX and parallelism.tensor_parallel > 1:
+        shards = parallelism.tensor_parallel
+        sentence = (
+            f"parallelism.tensor_parallel is {shards}: {optimizer} reads rows and columns of whole "
+            "matrices, which tensor parallelism cuts; use 1, or an adamw optimizer or sgd."
+        )
+        raise PlanError("parallelism.tensor_parallel", shards, "1", sentence=sentence)
     if optimizer in _WHOLE_MATRIX and stage > 0:
         sentence = (
             f"parallelism.zero_stage is {stage}: {optimizer} reads rows and columns of whole "
@@ -67,7 +74,8 @@ def _check_trained(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     field, value = ("lora_rank", rank) if rank else ("frozen_layers", frozen)
     reason, allowed = None, "0"
     if rank and frozen:
-        reason = "adapters freeze the whole model already; set frozen_layers to 0"
+        reason = "adapters freeze the whole model already, so frozen layers add nothing"
+        allowed = f"0, or workload.frozen_layers 0 instead of {frozen}"
     elif parallelism.engine is not Engine.PEAKMARK:
         reason = f"training a part of a model is not predicted for {parallelism.engine}"
         allowed = "0, or engine peakmark"

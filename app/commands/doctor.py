@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from app.commands.output import JsonFlag, make_table, print_json, print_table
+from app.commands.output import JsonFlag, make_table, print_json, print_table, styled
 
 if TYPE_CHECKING:
     from planner.attached import AttachedGpu
@@ -42,7 +42,7 @@ def doctor_command(json: JsonFlag = False) -> None:
     if json:
         print_json({"schema": 1, "findings": [asdict(finding) for finding in findings]})
     else:
-        rows = [(f"[{STYLES[f.state]}]{f.state}[/]", f.name, f.found, f.advice) for f in findings]
+        rows = [(styled(f.state, STYLES[f.state]), f.name, f.found, f.advice) for f in findings]
         print_table(make_table(None, ("", "what", "found", "to do"), (), rows))
     if any(finding.state == "fail" for finding in findings):
         raise typer.Exit(1)

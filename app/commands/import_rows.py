@@ -14,7 +14,13 @@ from app.commands.store import opened_database
 
 def import_command(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help=".jsonl files in the recorded/ format.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            exists=True,
+            dir_okay=False,
+            help=".jsonl files in the recorded/ format.",
+        ),
     ],
     json: JsonFlag = False,
 ) -> None:

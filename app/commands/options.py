@@ -13,6 +13,7 @@ from app.commands.output import InputError
 from app.state import CUSTOM_GPU, DEFAULTS
 
 if TYPE_CHECKING:
+    from planner.errors import PlanError
     from planner.plan import Plan
 
 
@@ -93,6 +94,12 @@ SERVE_OPTIONS: Mapping[str, Any] = {
 }
 # World size is also the number of replicas when serving.
 CUSTOM_NUMBERS = tuple(CUSTOM_GPU_OPTIONS)
+_GPU_OPTION_OF_FIELD: Mapping[str, str] = {
+    "visible_bytes": "gpu_gib",
+    "mem_bandwidth_bytes_s": "gpu_tb_s",
+    "peak_dense_flop_s.bf16": "gpu_tflop_s",
+    "interconnect_bytes_s": "gpu_link_gb_s",
+}
 TRAINING_ONLY = (set(TARGET_OPTIONS) | set(SIZE_OPTIONS)) - {
     *("model", "config", "gpu", "gpus"),
     *CUSTOM_NUMBERS,
@@ -139,12 +146,26 @@ def plan_from(chosen: Mapping[str, Any]) -> Plan:
     An option that was not given has the default of the Plan page.
     """
     from app.state import plan_mapping
+    from planner.errors import PlanError
     from planner.plan import parse_plan
 
     given = {name: value for name, value in chosen.items() if value is not None}
     _refuse_contradictions(given)
     values = {**DEFAULTS, **given, "job": "serve" if given.get("serve") else "train"}
-    return parse_plan(plan_mapping(values, model_part(values), hardware_part(given)))
+    mapping = plan_mapping(values, model_part(values), hardware_part(given))
+    try:
+        return parse_plan(mapping)
+    except PlanError as error:
+        raise _told_by_option(error, given) from None
+
+
+def _told_by_option(error: PlanError, given: Mapping[str, Any]) -> Exception:
+    """Name the option where it has another unit than the plan's field, which nobody typed."""
+    name = _GPU_OPTION_OF_FIELD.get(error.field.removeprefix("hardware.custom."))
+    if name is None or name not in given:
+        return error
+    sentence = f"--{name.replace('_', '-')} is {given[name]:g}, so {error}"
+    return InputError(name, given[name], error.allowed, sentence)
 
 
 def _config_name(path: Path) -> str:
@@ -161,6 +182,10 @@ def _refuse_contradictions(given: Mapping[str, Any]) -> None:
     if "model" in given and "config" in given:
         sentence = "--model and --config both name a model: give one of them."
         raise InputError("config", str(given["config"]), "without --model", sentence)
+    if "lora_targets" in given and not given.get("lora_rank"):
+        sentence = f"--lora-targets is {given['lora_targets']}: it says where adapters are, so it "
+        sentence += "needs --lora-rank above 0."
+        raise InputError("lora_targets", given["lora_targets"], "with --lora-rank", sentence)
     serving = bool(given.get("serve"))
     unused = TRAINING_ONLY if serving else set(SERVE_OPTIONS) - {"serve"}
     for name in (name for name in given if name in unused):

@@ -11,8 +11,11 @@ import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
+_MAX_SHOWN = 60
+_SHOULD_BE = "Input should be "
 VERDICT_STYLES = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}
 
 
@@ -32,11 +35,24 @@ def print_json(document: Any) -> None:
     sys.stdout.write("\n")
 
 
-def print_line(text: str) -> None:
-    """Print text on stdout, with rich's markup."""
+def styled(text: str, style: str) -> Text:
+    """Return text in a colour, for a line or a cell of a table."""
+    from rich.text import Text
+
+    return Text(text, style=style)
+
+
+def print_line(line: str | Text) -> None:
+    """Print a line on stdout, as it is: brackets in it are no markup."""
     from rich.console import Console
 
-    Console(highlight=False).print(text)
+    Console(highlight=False).print(_verbatim(line))
+
+
+def _verbatim(text: str | Text) -> Text:
+    from rich.text import Text
+
+    return Text(text) if isinstance(text, str) else text
 
 
 def print_table(table: Table) -> None:
@@ -50,19 +66,25 @@ def print_table(table: Table) -> None:
 
 
 def make_table(
-    title: str | None, words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]
+    title: str | None,
+    words: Sequence[str],
+    numbers: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
 ) -> Table:
     """Build a table: the columns of `words` first, then those of `numbers`, set to the right."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=None if title is None else escape(title), title_justify="left", box=box.SIMPLE_HEAD
+    )
     for name in words:
         table.add_column(name)
     for name in numbers:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(_verbatim, row))
     return table
 
 
@@ -80,7 +102,23 @@ def describe(error: Exception) -> dict[str, Any] | None:
         return None
     parameter = getattr(error, "param", None)
     field = getattr(parameter, "name", None) or getattr(error, "option_name", None)
-    return {"field": field, "value": None, "allowed": None, "message": format_message()}
+    unread = _unread_value(error)
+    if field is None or unread is None:
+        return {"field": field, "value": None, "allowed": None, "message": format_message()}
+    value, allowed = unread
+    message = f"--{field.replace('_', '-')} is {value!r}: it must be {allowed}."
+    return {"field": field, "value": value, "allowed": allowed, "message": message}
+
+
+def _unread_value(error: Exception) -> tuple[str, str] | None:
+    """Return a value that typer refused and what it should be, from what pydantic told it."""
+    find = getattr(error.__cause__, "errors", None)
+    found = find()[0] if find is not None else {}
+    if not found.get("msg", "").startswith(_SHOULD_BE):
+        return None
+    kinds = {"int_parsing": "a whole number", "float_parsing": "a number"}
+    allowed = kinds.get(found["type"], found["msg"].removeprefix(_SHOULD_BE))
+    return str(found["input"])[:_MAX_SHOWN], allowed
 
 
 def fail_with(error: Exception, *, as_json: bool) -> int:

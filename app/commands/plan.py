@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.commands.options import (
@@ -19,6 +19,7 @@ from app.commands.output import (
     print_json,
     print_line,
     print_table,
+    styled,
 )
 
 MEMORY_COLUMNS = (("component", "formula"), ("bytes",))
@@ -49,7 +50,7 @@ def print_verdict(prediction: Mapping[str, Any]) -> None:
 
     model, verdict = prediction["model"], prediction["verdict"]
     print_line(f"{model['name']}: {format_count(model['parameters'])} parameters")
-    print_line(f"[{VERDICT_STYLES[verdict['state']]}]{verdict['sentence']}[/]")
+    print_line(styled(verdict["sentence"], VERDICT_STYLES[verdict["state"]]))
 
 
 def memory_title(prediction: Mapping[str, Any]) -> str:
@@ -69,7 +70,13 @@ def memory_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]
     for part in memory["overheads"]:
         yield part["name"], part["formula"], format_bytes(part["bytes"])
     yield "reserved", "allocated + segments", format_bytes(memory["reserved_bytes"])
-    yield "device", "reserved + context", format_bytes(memory["device_bytes"])
+    yield "device", _device_formula(memory["overheads"]), format_bytes(memory["device_bytes"])
+
+
+def _device_formula(overheads: Sequence[Mapping[str, Any]]) -> str:
+    """Return the parts of device bytes; segments are a part of reserved bytes already."""
+    names = (part["name"] for part in overheads if part["name"] != "segments")
+    return " + ".join(("reserved", *names))
 
 
 def serving_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -101,7 +101,9 @@ def require_world(plan: Plan, prediction: dict[str, Any], world: str | None) -> 
     chosen = world or choose_world(plan, num_gpus)
     if chosen not in WORLDS:
         allowed = ", ".join(WORLDS)
-        raise InputError("world", world, allowed, f"--world is {world!r}: it must be {allowed}.")
+        raise InputError(
+            "world", world, allowed, f"--world is {world!r}: it must be one of {allowed}."
+        )
     if chosen != "cpu" and num_gpus == 0:
         sentence = f"The world {chosen} needs a GPU and none is attached: use --world cpu."
         raise InputError("world", chosen, "cpu", sentence)

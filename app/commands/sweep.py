@@ -16,6 +16,7 @@ from app.commands.output import (
     make_table,
     print_json,
     print_table,
+    styled,
 )
 
 MAX_POINTS = 100_000
@@ -107,11 +108,11 @@ def fit_table(points: Iterable[Mapping[str, Any]], stages: Iterable[int]) -> Any
     """Build the table: one row per sequence length, micro-batch and world size, stages across."""
     from planner.units import format_bytes
 
-    cells: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
+    cells: dict[tuple[int, int, int], dict[int, Any]] = defaultdict(dict)
     for point in points:
         key = (point["sequence_length"], point["micro_batch"], point["world_size"])
         size = format_bytes(point["device_bytes"])
-        cells[key][point["zero_stage"]] = f"[{VERDICT_STYLES[point['verdict']]}]{size}[/]"
+        cells[key][point["zero_stage"]] = styled(size, VERDICT_STYLES[point["verdict"]])
     columns = ("sequence", "micro-batch", "GPUs", *(f"ZeRO-{stage}" for stage in stages))
     rows = [
         (*(f"{part:,}" for part in key), *(row[stage] for stage in stages))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from app import cli
+from app.commands.output import make_table, print_line, print_table
 from planner.plan import default_plan, parse_plan
 from planner.predict import predict
 
@@ -108,6 +109,35 @@ def test_plan_for_serving_counts_the_cache_by_hand(run: Run) -> None:
     assert "max sequences" in words
 
 
+@pytest.mark.parametrize("name", ["[/red]", "[red]tiny", ":smile:"])
+def test_brackets_in_a_name_are_printed_as_they_are(run: Run, tmp_path: Path, name: str) -> None:
+    """A name or reason with brackets is text, not colour; `[/red]` alone ended in a traceback."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    path = tmp_path / f"{name.replace('/', '')}.json"
+    path.write_text(json.dumps(config))
+    code, out, _ = run("plan", "--config", str(path))
+    assert code == 0
+    assert f"{path.stem}: " in out
+
+
+def test_brackets_in_lines_and_cells_are_printed_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_line("pip install 'peakmark[deepspeed]' [/red] :smile:")
+    print_table(make_table("title [/red]", ("a",), (), [("cell [red]",)]))
+    out = capsys.readouterr().out
+    assert "pip install 'peakmark[deepspeed]' [/red] :smile:" in out
+    assert "title [/red]" in out and "cell [red]" in out
+
+
 def test_plan_reads_a_config_file_and_names_the_model_after_its_folder(
     run: Run, tmp_path: Path
 ) -> None:
@@ -140,6 +170,13 @@ def test_plan_reads_a_config_file_and_names_the_model_after_its_folder(
         (("--micro-batch", "9" * 40), "workload.micro_batch", "must be an integer from 1 to"),
         (("--micro-batch", "nan"), "micro_batch", "--micro-batch"),
         (("--seq", ""), "seq", "--seq"),
+        (("--seq", "1.5"), "seq", "--seq is '1.5': it must be a whole number."),
+        (("--serve", "--utilization", "x"), "utilization", "it must be a number."),
+        (
+            ("--tensor-parallel", "2", "--zero", "0", "--optimizer", "muon"),
+            "parallelism.tensor_parallel",
+            "cuts",
+        ),
         (("--seq", "0"), "workload.sequence_length", "0"),
         (("--zero", "4"), "parallelism.zero_stage", "4"),
         (("--gpus", "70000"), "parallelism.world_size", "70000"),
@@ -276,6 +313,7 @@ def test_doctor_fails_on_a_database_that_is_none(
         (("--serve", "--zero", "3"), "zero", "training"),
         (("--context", "5"), "context", "with --serve"),
         (("--config", "x.json", "--model", "gpt2"), "config", "give one of them"),
+        (("--lora-targets", "qv"), "lora_targets", "needs --lora-rank"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(
@@ -285,6 +323,13 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert code == 2
     assert json.loads(out)["error"]["field"] == field
     assert words in err
+
+
+def test_the_rows_from_allocated_to_device_add_up(run: Run) -> None:
+    code, out, _ = run("plan", "--gpus", "8")
+    assert code == 0
+    assert re.search(r"device +reserved \+ context \+ nccl ", out)
+    assert re.search(r"device +reserved \+ context  ", run("plan", "--gpus", "1")[1])
 
 
 def test_help_names_the_defaults(run: Run) -> None:

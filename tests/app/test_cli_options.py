@@ -34,6 +34,14 @@ def test_a_custom_gpu_lacks_no_number(missing: str) -> None:
         plan_from({**given, "gpu": "custom"})
 
 
+def test_a_custom_gpu_out_of_range_is_told_in_the_unit_that_was_typed() -> None:
+    # -24 GiB are -24 x 2^30 bytes.
+    with pytest.raises(InputError, match=r"--gpu-gib is -24, so .*visible_bytes is -25769803776:"):
+        plan_from({**NUMBERS, "gpu_gib": -24.0})
+    with pytest.raises(InputError, match=r"--gpu-link-gb-s is 0, so"):
+        plan_from({**NUMBERS, "gpu_link_gb_s": 0.0})
+
+
 def test_numbers_beside_a_preset_are_refused() -> None:
     with pytest.raises(InputError, match="--gpu-gib describes a custom GPU"):
         plan_from({"gpu": "h200", "gpu_gib": 24.0})

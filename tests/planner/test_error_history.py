@@ -73,7 +73,7 @@ def test_where_the_bounds_come_from_is_said(history: dict[str, Any]) -> None:
     plans = (SDPA, EAGER, _traits("fsdp2", 2, "sdpa"))
     enough, few, lonely = (ratios_for(plan) for plan in plans)
     assert enough and few and lonely
-    assert (enough.measurements, enough.basis) == (39, "plans like it (peakmark, 3, sdpa)")
+    assert (enough.measurements, enough.basis) == (39, "plans like it (peakmark ZeRO-3, sdpa)")
     assert (few.measurements, few.basis) == (
         41,
         "plans of its engine (peakmark), 2 of them like it",
