@@ -15,26 +15,40 @@ from planner.memory.sections import COMPONENTS
 from planner.memory.step_sections import section_label, section_words
 from planner.memory.templates import traced
 from planner.plan import Plan
-from planner.workload import TrainingWorkload
+from planner.workload import Engine, TrainingWorkload
 
 # What an engine holds under each key of its replay.
 _COMPONENT_OF: Mapping[str, str] = {
     "parameter": "parameters",
     "shard": "parameters",
+    "flat": "parameters",
+    "untied": "parameters",
+    "tied": "parameters",
     "master": "optimizer",
     "state": "optimizer",
     "step": "optimizer",
     "gathered": "gathered",
-    "copy": "gathered",
+    "gather": "gathered",
+    "small": "gathered",
     "gradient": "gradients",
     "gradient shard": "gradients",
     "bucket": "gradients",
     "reduced": "gradients",
     "added": "gradients",
+    "beside": "gradients",
+    "own": "gradients",
+    "gradients": "gradients",
+    "whole gradients": "gradients",
+    "flat gradient": "gradients",
     "workspace": "workspace",
     "tokens": "activations",
     "cast": "temporary",
     "temporary": "temporary",
+    "collective": "temporary",
+    "piece": "temporary",
+    "clone": "temporary",
+    "norm": "temporary",
+    "fp32 gradient": "temporary",
 }
 _FROM_ELSEWHERE = "temporary"
 
@@ -80,7 +94,7 @@ def step_timeline(plan: Plan) -> tuple[Section, ...]:
     if reason is not None or not isinstance(workload, TrainingWorkload):
         raise ValueError(reason)
     series = _Series()
-    memory = _NamedMemory(workload.expandable_segments, _whole_is(plan))
+    memory = _NamedMemory(workload.expandable_segments, _own_names(plan))
     key = traced(plan.model, workload, workload.sequence_length)
     model, engine = build_replay(
         *(plan.model, workload, plan.parallelism, key, plan.hardware, memory),
@@ -91,9 +105,15 @@ def step_timeline(plan: Plan) -> tuple[Section, ...]:
     return tuple(series.sections)
 
 
-def _whole_is(plan: Plan) -> str:
-    """What our engine's whole groups are: its parameters, or those gathered for their use."""
-    return "gathered" if plan.parallelism.zero_stage == 3 else "parameters"
+def _own_names(plan: Plan) -> dict[str, str]:
+    """What keys hold that engines use differently.
+
+    Whole groups are parameters, or those gathered for their use. FSDP2 copies what it gathered,
+    DeepSpeed the gradients that it reduces.
+    """
+    whole = "gathered" if plan.parallelism.zero_stage == 3 else "parameters"
+    copy = "temporary" if plan.parallelism.engine is Engine.DEEPSPEED else "gathered"
+    return {"whole": whole, "whole frozen": whole, "copy": copy}
 
 
 class _NamedAllocator:
@@ -135,15 +155,18 @@ class _NamedAllocator:
 class _NamedMemory(Memory):
     """Holds an engine's blocks, each named by its key."""
 
-    def __init__(self, expandable_segments: bool, whole_is: str) -> None:
+    def __init__(self, expandable_segments: bool, own_names: Mapping[str, str]) -> None:
         super().__init__(None, expandable_segments)
         self.allocator: Any = _NamedAllocator(self.allocator)
-        self._component_of = {**_COMPONENT_OF, "whole": whole_is}
+        self._component_of = {**_COMPONENT_OF, **own_names}
 
     def take(self, key: Any, size_bytes: int, stream: int = 0) -> None:
-        """Allocate under `key`, as the component that such keys belong to."""
+        """Allocate under `key`, as the component that such keys belong to.
+
+        Raises KeyError for a key that nobody has named: guessed, it would be drawn as a wrong part.
+        """
         name = key[0] if isinstance(key, tuple) else key
-        self.allocator.component = self._component_of.get(str(name), _FROM_ELSEWHERE)
+        self.allocator.component = self._component_of[str(name)]
         super().take(key, size_bytes, stream)
         self.allocator.component = _FROM_ELSEWHERE
 

@@ -95,6 +95,45 @@ def test_stage_3_gathers_one_layer_at_a_time() -> None:
     assert "gathered" not in sections["optimizer"].end_parts
 
 
+# Two matrices per adapter, of rank 8: beside four of 1024 x 1024 and three of 1024 x 2048 a layer.
+ADAPTERS = 4 * 8 * (4 * (1024 + 1024) + 3 * (1024 + 2048))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "parameters"),
+    [
+        ({"lora_rank": 8}, PARAMETERS + ADAPTERS),
+        ({"frozen_layers": 2}, PARAMETERS),
+        ({"engine": "ddp", "precision": "bf16", "world_size": 2}, PARAMETERS),
+        ({"engine": "deepspeed", "zero_stage": 1, "world_size": 2}, PARAMETERS),
+        ({"engine": "deepspeed", "zero_stage": 2, "world_size": 2}, PARAMETERS),
+        ({"engine": "deepspeed", "zero_stage": 3, "world_size": 2}, PARAMETERS // 2),
+    ],
+)
+def test_every_engine_s_parameters_are_drawn_as_parameters(
+    chosen: dict[str, Any], parameters: int
+) -> None:
+    for section in step_timeline(plan(**chosen)):
+        # DeepSpeed pads its flat buffer by less than a KiB.
+        assert section.end_parts["parameters"] == pytest.approx(2 * parameters, abs=1024)
+
+
+def test_frozen_layers_are_gathered_like_others() -> None:
+    sections = {
+        s.label: s for s in step_timeline(plan(zero_stage=3, world_size=2, frozen_layers=2))
+    }
+    layer = 4 * 1024**2 + 3 * 1024 * 2048 + 2 * 1024
+    assert sections["layer 1"].high_parts["gathered"] == 2 * (layer + 8192 * 1024)
+
+
+def test_gradients_that_wait_are_gradients() -> None:
+    waiting = {"grad_accumulation": 2, "sync_each_micro_batch": False}
+    ddp = plan(engine="ddp", precision="bf16", world_size=2, **waiting)
+    sections = {s.label: s for s in step_timeline(ddp)}
+    # The buckets, and beside them the first micro-batch's.
+    assert sections["layer 0"].end_parts["gradients"] == 2 * 2 * PARAMETERS
+
+
 def test_a_step_that_is_not_replayed_says_why() -> None:
     split = plan(tensor_parallel=2)
     reason = why_no_timeline(split)
