@@ -366,13 +366,13 @@ def _run_words(url: str, run_id: str, state: str) -> dict[str, Any]:
         return words
     memory = detail.prediction["memory"]
     words |= {"counter": "allocated", "predicted_bytes": memory["allocated_bytes"]}
-    if detail.measured is None:
+    found = compare(detail.prediction, detail.measured or {}, detail.spec["world"])
+    if not found:
         return words
-    found = compare(detail.prediction, detail.measured, detail.spec["world"])
     if detail.spec["world"] == "cpu":
         words |= {"counter": "state", "predicted_bytes": int(sum(c.predicted for c in found))}
         return words | {"measured_bytes": int(sum(c.measured for c in found))}
-    return words | {"measured_bytes": detail.measured.get("allocated_bytes")}
+    return words | {"measured_bytes": (detail.measured or {}).get("allocated_bytes")}
 
 
 def plan_line(plan: Mapping[str, Any]) -> str:

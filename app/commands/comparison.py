@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.commands.output import make_table
+from app.commands.output import make_table, print_table
 
 FIGURES = ("predicted", "measured", "error")
 
@@ -27,8 +27,10 @@ def comparison_rows(
     ]
 
 
-def comparison_table(prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str) -> Any:
-    """Build the table of predicted against measured."""
+def print_comparison(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
+) -> None:
+    """Print the table of predicted against measured; nothing for a run that measured nothing."""
     from planner.units import format_bytes, format_seconds
 
     rows = []
@@ -36,5 +38,5 @@ def comparison_table(prediction: Mapping[str, Any], measured: Mapping[str, Any],
         show = format_seconds if row["quantity"] == "step_time" else format_bytes
         predicted, seen = show(row["predicted"]), show(row["measured"])
         rows.append((row["quantity"], predicted, seen, f"{row['error_percent']:+.2f} %"))
-
-    return make_table("Predicted against measured", ("quantity",), FIGURES, rows)
+    if rows:
+        print_table(make_table("Predicted against measured", ("quantity",), FIGURES, rows))

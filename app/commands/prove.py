@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.commands.comparison import comparison_rows, comparison_table
+from app.commands.comparison import comparison_rows, print_comparison
 from app.commands.options import SIZE_OPTIONS, TARGET_OPTIONS, plan_from, with_options
 from app.commands.output import (
     InputError,
     JsonFlag,
     print_json,
     print_line,
-    print_table,
 )
 from app.commands.store import opened_database
 
@@ -250,4 +249,4 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
     if state == "oom_device":
         print_line(f"Predicted: {prediction['verdict']['sentence']}")
     elif measured:
-        print_table(comparison_table(prediction, measured, world))
+        print_comparison(prediction, measured, world)

@@ -89,7 +89,7 @@ def run_document(database: Database, run_id: str) -> dict[str, Any]:
 @app.command("show")
 def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     """Show one run: what was asked, what happened, predicted and measured."""
-    from app.commands.comparison import comparison_table
+    from app.commands.comparison import print_comparison
 
     with opened_database() as database:
         detail = require_run(database, run_id)
@@ -103,7 +103,7 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     if summary.why:
         print_line(summary.why)
     if detail.prediction and detail.measured:
-        print_table(comparison_table(detail.prediction, detail.measured, summary.world.value))
+        print_comparison(detail.prediction, detail.measured, summary.world.value)
 
 
 @app.command("cancel")

@@ -11,6 +11,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from app import services
+from app.commands.comparison import print_comparison
 from app.components.problems import OUR_FAULT
 from app.state import DEFAULTS
 from db.measurements import StoredResult, measurements, store_result
@@ -301,6 +302,28 @@ def finished(plan: Plan, result: StoredResult) -> str:
     assert held is not None
     store_result(services.database(), held.lease, result)
     return run_id
+
+
+def test_a_run_that_measured_nothing_keeps_its_prediction(
+    opened: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = default_plan()
+    run_id = services.submit_proof(plan, "cpu", "fails")
+    held = claim_next_run(
+        services.database(), WorkerIdentity(host="here", pid=1, pid_start_ticks=1)
+    )
+    assert held is not None
+    store_result(
+        services.database(),
+        held.lease,
+        StoredResult(state=RunState.FAILED, measured={}, environment={}),
+    )
+    words = services.run_words({"id": run_id, "state": "failed"})
+    prediction = services.prediction_of(plan)
+    assert words["predicted_bytes"] == prediction["memory"]["allocated_bytes"]
+    assert words["measured_bytes"] is None
+    print_comparison(prediction, {}, "cpu")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_measured_run_stands_beside_its_prediction(opened: Opened) -> None:
