@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from planner.errors import PlanError
@@ -56,6 +56,7 @@ class Steps:
     late: Mapping[str, Mapping[str, Sequence[int]]]
     holders: Mapping[int, Sequence[str]]
     known_extents: dict[Any, Extent] = field(default_factory=dict, compare=False)
+    known_allocations: dict[int, list[Row]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,12 @@ class StepSequence:
         return Extent(net=live, peaks=tuple(_undominated(moments)))
 
     def _allocation(self, place: Place, number: int) -> Row:
-        return allocations(self.rows(place))[number]
+        rows = self.rows(place)
+        known = self.steps.known_allocations
+        # By identity: the template holds its rows as long as this.
+        if id(rows) not in known:
+            known[id(rows)] = allocations(rows)
+        return known[id(rows)][number]
 
     def _entry(self, row: Row) -> tuple[str, str]:
         return COMPONENTS[row[0]], self.steps.monomials[row[1]]
@@ -226,9 +232,11 @@ def _not_traced(context: str) -> PlanError:
 
 
 def _totals(moment: LiveSet) -> Counter[str]:
+    """Sum a moment's bytes by monomial, of those that can decide a peak."""
     totals: Counter[str] = Counter()
     for (_, monomial), size_bytes in moment.items():
-        totals[monomial] += size_bytes
+        if _weighs(monomial):
+            totals[monomial] += size_bytes
     return totals
 
 
@@ -245,9 +253,10 @@ def _undominated(moments: list[LiveSet]) -> list[LiveSet]:
 
 
 def _covers(high: Counter[str], low: Counter[str]) -> bool:
-    return all(high[name] >= low[name] for name in high.keys() | low.keys() if _weighs(name))
+    return all(high[name] >= low[name] for name in high.keys() | low.keys())
 
 
+@cache
 def _weighs(monomial: str) -> bool:
     """Whether a term can decide a peak: more than one value per token, a weight, a buffer."""
     if monomial.startswith("flat_"):
