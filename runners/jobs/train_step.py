@@ -19,11 +19,7 @@ from planner.plan import Plan, parse_plan
 from planner.workload import Attention, Engine, Loss, TrainingWorkload
 from runners.contract import JobKind
 from runners.engines.base import TrainingEngine
-from runners.engines.ddp import DdpEngine
-from runners.engines.deepspeed import DeepSpeedEngine
-from runners.engines.fsdp2 import Fsdp2Engine
 from runners.engines.precision import forward_context
-from runners.engines.zero_redundancy import ZeroRedundancyEngine
 from runners.jobs.adapters import choose_trained
 from runners.jobs.attention_calls import recorded_sdpa_call
 from runners.jobs.checkpointing import checkpoint_layers
@@ -42,13 +38,6 @@ from runners.zero.engine import ZeroEngine
 
 LEARNING_RATE = 1e-4
 MIN_WARMUP_STEPS = 2
-ENGINES: dict[Engine, Callable[..., TrainingEngine]] = {
-    Engine.PEAKMARK: ZeroEngine,
-    Engine.FSDP2: Fsdp2Engine,
-    Engine.DDP: DdpEngine,
-    Engine.ZERO_REDUNDANCY: ZeroRedundancyEngine,
-    Engine.DEEPSPEED: DeepSpeedEngine,
-}
 _STEADY_PHASES = ("forward", "backward", "optimizer")
 _ATTENTION_NAMES = {
     Attention.EAGER: "eager",
@@ -92,7 +81,7 @@ def _install_loss(model: nn.Module, loss: Loss) -> None:
 def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -> TrainingEngine:
     """Return the plan's engine around `model`, with its parameters on the world's device."""
     workload = _training_workload(plan)
-    return ENGINES[plan.parallelism.engine](
+    return engine_class(plan.parallelism.engine)(
         model,
         stage=plan.parallelism.zero_stage,
         optimizer=workload.optimizer,
@@ -103,6 +92,28 @@ def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -
         seed=seed,
         sync_each_micro_batch=workload.sync_each_micro_batch,
     )
+
+
+def engine_class(engine: Engine) -> Callable[..., TrainingEngine]:
+    """The class of an engine, imported only here: torch's take seconds that others need not wait."""
+    match engine:
+        case Engine.FSDP2:
+            from runners.engines.fsdp2 import Fsdp2Engine
+
+            return Fsdp2Engine
+        case Engine.DDP:
+            from runners.engines.ddp import DdpEngine
+
+            return DdpEngine
+        case Engine.ZERO_REDUNDANCY:
+            from runners.engines.zero_redundancy import ZeroRedundancyEngine
+
+            return ZeroRedundancyEngine
+        case Engine.DEEPSPEED:
+            from runners.engines.deepspeed import DeepSpeedEngine
+
+            return DeepSpeedEngine
+    return ZeroEngine
 
 
 class Trainer:
