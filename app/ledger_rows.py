@@ -40,6 +40,10 @@ def ledger_rows(prediction: Mapping[str, Any]) -> list[dict[str, Any]]:
 def symbol_sizes(prediction: Mapping[str, Any]) -> dict[str, int]:
     """Return the numbers behind the symbols of traced shapes, as far as the plan names them."""
     model, workload = prediction["model"], prediction["plan"]["workload"]
+    latent = model.get("latent") or {}
+    head_dim, heads = model.get("head_dim") or 0, model.get("num_heads") or 0
+    group = heads // (model.get("num_kv_heads") or 1)
+    value_dim = latent.get("value_dim", head_dim)
     found = {
         "batch": workload.get("micro_batch"),
         "seq": workload.get("sequence_length"),
@@ -51,6 +55,21 @@ def symbol_sizes(prediction: Mapping[str, Any]) -> dict[str, int]:
         "vocab": model.get("vocab_size"),
         "experts": model.get("num_experts"),
         "top_k": model.get("experts_per_token"),
+        "moe_ffn": model.get("expert_size"),
+        "shared_ffn": model.get("shared_expert_size"),
+        "group": group,
+        "group_plus_2": group + 2,
+        "half_head_dim": head_dim // 2,
+        "rotary_dim": model.get("rotary_dim"),
+        "half_rotary": (model.get("rotary_dim") or 0) // 2,
+        "qk_dim": head_dim,
+        "value_dim": value_dim,
+        "nope_and_value_dim": latent.get("nope_dim", 0) + value_dim,
+        "q_rank": latent.get("q_rank"),
+        "kv_rank": latent.get("kv_rank"),
+        "kv_rank_and_rotary": latent.get("kv_rank", 0) + (model.get("rotary_dim") or 0),
+        "lora_rank": workload.get("lora_rank"),
+        "seq_and_one": workload.get("sequence_length", 0) + 1,
     }
     return {name: value for name, value in found.items() if isinstance(value, int)}
 

@@ -29,12 +29,14 @@ from planner.config_keys import modelled_keys
 from planner.errors import PlanError
 from planner.hardware import Gpu, gpu_presets
 from planner.hub import fetch_hub_config
+from planner.memory.kinds import layer_kinds
 from planner.memory.timeline_series import step_timeline, why_no_timeline
 from planner.paper import paper_table
 from planner.plan import Plan, parse_plan, plan_hash
 from planner.predict import predict
 from planner.presets import model_presets, resolve_model
 from planner.search import grid
+from planner.workload import TrainingWorkload
 
 # What a page shows as one sentence instead of failing.
 PROBLEMS = (PlanError, DatabaseProblem)
@@ -46,7 +48,6 @@ LOG_TAIL_BYTES = 20_000
 OWN_LOGS = ("stdout.log", "stderr.log", "supervisor.log")
 RANK_LOGS = "ranks/**/std*.log"
 SMALL_PROOF_CONFIG: Mapping[str, int] = {
-    "num_hidden_layers": 2,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
@@ -285,10 +286,14 @@ def zero_paper_rows(name: str, parameters: int) -> list[dict[str, Any]]:
 
 
 def small_proof(plan: Plan) -> Plan:
-    """Return a plan of the same choices that any host can run: two narrow layers, two ranks."""
+    """Return a plan of the same choices that any host can run: a few narrow layers, two ranks."""
     document = plan.to_dict()
     editable = modelled_keys(plan.model.family)
     overrides = {key: value for key, value in SMALL_PROOF_CONFIG.items() if key in editable}
+    if isinstance(plan.workload, TrainingWorkload):
+        several_kinds = len(set(layer_kinds(plan.model, plan.workload))) > 1
+        # Where layers differ, first and last have one between them, as in the model.
+        overrides["num_hidden_layers"] = 3 if several_kinds else 2
     if plan.model.latent is not None:
         overrides["num_key_value_heads"] = overrides["num_attention_heads"]
     if plan.model.num_experts:
@@ -353,12 +358,8 @@ def run_words(run: Mapping[str, Any]) -> dict[str, Any]:
 @st.cache_data(max_entries=4000, show_spinner=False)
 def _run_words(url: str, run_id: str, state: str) -> dict[str, Any]:
     detail = repository.get_run(database(), run_id)
-    words: dict[str, Any] = {
-        "plan": "",
-        "counter": None,
-        "predicted_bytes": None,
-        "measured_bytes": None,
-    }
+    figures = ("counter", "predicted_bytes", "measured_bytes")
+    words: dict[str, Any] = {"plan": "", **dict.fromkeys(figures)}
     if detail is None or detail.plan is None:
         return words
     words["plan"] = plan_line(detail.plan)

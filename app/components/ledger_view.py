@@ -55,7 +55,7 @@ def _totals(prediction: Mapping[str, Any], chosen: str) -> None:
             size_text(memory["allocated_bytes"], chosen),
             help="What tensors hold, in the allocator's blocks. The ledger sums to it.",
         )
-        st.metric("Kinds of tensors", f"{len(memory['ledger']):,}")
+        st.metric("Kinds of tensors", f"{len(ledger_rows(prediction)):,}")
         st.metric("Reserved", size_text(memory["reserved_bytes"], chosen))
         st.metric("Device", size_text(memory["device_bytes"], chosen))
 

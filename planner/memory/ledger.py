@@ -42,6 +42,17 @@ _UNTIL_BACKWARD = _ALL_PHASES[:-1]
 # The last phase in which what a forward section saved is still alive.
 _SAVED_UNTIL = {"loss": 3, "head": 3}
 _SAVED_FROM = {"loss": 1}
+# Sides of traced shapes that the trace wrote as the product of its small model's own sizes (batch
+# 13, 11 key-value heads of 17 query heads each, 8,221 tokens, heads of 122, an MLP of 31; see `runners.trace`).
+_STAND_INS = {
+    "62": "2*ffn",
+    "221": "batch*heads",
+    "2431": "batch*heads",
+    "2318": "group_plus_2*head_dim",
+    "25498": "kv_heads*group_plus_2*head_dim",
+    "27302": "heads*nope_and_value_dim",
+    "8222": "seq_and_one",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +167,11 @@ def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_len
 
 def _saved_entry(tensor: SavedTensor, num_layers: int, count: int, size_bytes: int) -> Entry:
     section = tensor.places[0].section
-    shape = " x ".join(tensor.shape)
+    sides = tuple(_STAND_INS.get(side, side) for side in tensor.shape)
+    shape = " x ".join(sides)
     return Entry(
         name=f"{_where(tensor, num_layers)}: {tensor.module} ({tensor.op})",
-        shape=tensor.shape,
+        shape=sides,
         dtype=tensor.dtype,
         count=count,
         size_bytes=size_bytes,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
+
+import pytest
 
 from app import services
 from app.ledger_rows import ledger_rows, matching
@@ -52,3 +55,37 @@ def test_a_served_models_rows_are_those_of_its_peak() -> None:
     found = ledger_rows(prediction)
     assert sum(row["bytes"] for row in found) == prediction["memory"]["allocated_bytes"]
     assert all("prefill" in row["phases"] for row in found)
+
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "complex64": 8, "bool": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "workload"),
+    [
+        ("meta-llama/Llama-3.2-1B", {"lora_rank": 8}),
+        ("Qwen/Qwen3-0.6B", {"attention": "eager", "checkpointing": "selective"}),
+        ("microsoft/Phi-3-mini-4k-instruct", {}),
+        ("mistralai/Mixtral-8x7B-v0.1", {"precision": "autocast"}),
+        ("tiiuae/falcon-7b", {"attention": "eager", "micro_batch": 2}),
+        ("deepseek-ai/DeepSeek-V2-Lite", {}),
+        ("openai/gpt-oss-20b", {"attention": "eager"}),
+    ],
+)
+def test_the_numbers_of_a_shape_multiply_to_its_bytes(model: str, workload: dict[str, Any]) -> None:
+    """A side that is the traced small model's own size, or a mere symbol, would not."""
+    document = default_plan().to_dict()
+    document |= {
+        "model": {"preset": model},
+        "workload": {"sequence_length": 2048, **workload},
+        "parallelism": {"engine": "peakmark", "zero_stage": 3, "world_size": 64},
+    }
+    saved = [
+        row
+        for row in ledger_rows(services.prediction_of(services.check_plan(document)))
+        if row["owner"] == "saved for backward" and row["shape"]
+    ]
+    assert saved
+    for row in saved:
+        elements = prod(int(side.replace(",", "")) for side in row["shape_text"].split(" × "))
+        assert elements * ELEMENT_BYTES[row["dtype"]] * row["count"] == row["bytes"], row["name"]
