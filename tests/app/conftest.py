@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
+
+from app import accuracy_job
+from planner.accuracy import AccuracyReport
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_CONFIG = (
     '{"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, '
     '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}'
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def predicted_rows() -> Iterator[None]:
+    """Predict for each recorded row once, though every test has a database of its own.
+
+    A row's id is a hash of what it holds.
+    """
+    reports: dict[str, AccuracyReport] = {}
+    report_of = accuracy_job._report_of
+
+    def remembered(row: Mapping[str, Any]) -> AccuracyReport:
+        if row["id"] not in reports:
+            reports[row["id"]] = report_of(row)
+        return reports[row["id"]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy_job, "_report_of", remembered)
+        yield
 
 
 @pytest.fixture

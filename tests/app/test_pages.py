@@ -343,13 +343,14 @@ def test_running_out_of_memory_is_a_result_with_the_allocators_numbers(opened: O
     assert not broken(app)
     assert {metric.label: metric.value for metric in app.metric}["requested"] == "8.00 GiB"
     assert "**refutes** the prediction" in texts(app)
+    services.accuracy()  # predicted beside the pages; until then one only says how far it is
     app.switch_page("app_pages/accuracy.py").run()
     assert "False “fits”: " in app.error[0].value
 
 
 def test_a_plan_that_does_not_fit_offers_a_change_that_does(opened: Opened) -> None:
     # Eager attention keeps twice 4.3 GB of bf16 scores of each of 32 layers: far beyond any doubt.
-    app = opened(attention="eager", sequence_length="8192")
+    app = opened(attention="eager", seq="8192")
     assert "DOES NOT FIT" in texts(app)
     app.button(key="change_attention sdpa").click().run()
     assert not broken(app) and not app.error
