@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-METRIC_WIDTH_PX = 110
+METRIC_WIDTH_PX = 140
 CHART_CONFIG: Mapping[str, Any] = {"displayModeBar": False, "scrollZoom": False}
 
 
