@@ -174,8 +174,10 @@ class StepSequence:
         signature = self._signature(place)
         if signature not in known:
             found = self._sum(place)
-            others = (e for key, e in known.items() if key[0] == signature[0])
-            known[signature] = next((other for other in others if other == found), found)
+            # A copy: pages and the accuracy job predict in threads, over the same templates.
+            others = (e for key, e in tuple(known.items()) if key[0] == signature[0])
+            shared = next((other for other in others if other == found), found)
+            return known.setdefault(signature, shared)
         return known[signature]
 
     def _signature(self, place: Place) -> tuple[Any, ...]:
