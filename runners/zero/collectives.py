@@ -100,6 +100,11 @@ class ProcessGroupCollectives(Collectives):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group the collectives run over; None is the default group."""
+        return self._group
+
     def _all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self._group)
 

@@ -87,6 +87,7 @@ class ShardOptimizer:
         split: Callable[[Tensor], list[Tensor]] | None = None,
         in_layer: bool = True,
     ) -> None:
+        self.kind = kind
         self._shard = shard
         self._with_master = with_master
         self._master = shard.float() if with_master else shard
@@ -103,6 +104,33 @@ class ShardOptimizer:
             optimizer.step()
         for tensor in self._stepped:
             tensor.grad = None
+        if self._with_master:
+            self._shard.copy_(self._master)
+
+    @property
+    def values(self) -> Tensor:
+        """The buffer [n] that steps are taken in: the master copy where there is one."""
+        return self._master
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Return what is kept for the buffer, or for each tensor it is split into, by name."""
+        return [
+            {
+                name: value
+                for o in self._optimizers
+                for name, value in o.state.get(tensor, {}).items()
+            }
+            for tensor in self._stepped
+        ]
+
+    def restore(self, states: Sequence[dict[str, Tensor]]) -> None:
+        """Continue from `values`, filled already, and `states` as `states()` returned them."""
+        for optimizer in self._optimizers:
+            saved = optimizer.state_dict()
+            mine = [t for group in optimizer.param_groups for t in group["params"]]
+            kept = {id(t): state for t, state in zip(self._stepped, states, strict=True)}
+            saved["state"] = {i: kept[id(t)] for i, t in enumerate(mine) if kept[id(t)]}
+            optimizer.load_state_dict(saved)
         if self._with_master:
             self._shard.copy_(self._master)
 
