@@ -135,6 +135,11 @@ class ZeroEngine:
             "optimizer_bytes": sum(optimizer.state_bytes() for optimizer in self._optimizers),
         }
 
+    def stepped_groups(self) -> list[tuple[FlatGroup, ShardOptimizer | None]]:
+        """Return every group with the optimizer that steps it; None where it is frozen."""
+        optimizers = iter(self._optimizers)
+        return [(group, None if group.is_frozen else next(optimizers)) for group in self.groups]
+
     def _hook_gradients(self) -> None:
         for group in self.trained:
             for index, parameter in enumerate(group.parameters):
