@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,12 @@ def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: P
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],
     }
+    path.write_text(templates_text(head, templates))
+    return path
+
+
+def templates_text(head: Mapping[str, Any], templates: Mapping[str, dict[str, Any]]) -> str:
+    """Return the JSON of templates by key behind what `head` says of them."""
     pool, names = _Pool(), _Pool()
     index = {
         key: {kinds: _indexed(template, pool, names) for kinds, template in by_kinds.items()}
@@ -68,11 +74,10 @@ def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: P
     }
     lines = ",\n".join(f"{json.dumps(key)}: {_compact(value)}" for key, value in index.items())
     sections = ",\n".join(pool.items)
-    path.write_text(
+    return (
         f'{json.dumps(head)[:-1]}, "monomials": [{", ".join(names.items)}],\n'
         f'"sections": [\n{sections}\n], "templates": {{\n{lines}\n}}}}\n'
     )
-    return path
 
 
 def _indexed(template: dict[str, Any], pool: _Pool, names: _Pool) -> dict[str, Any]:

@@ -29,12 +29,12 @@ def trace_step(variant: Variant, pattern: Pattern, gradients_exist: bool) -> lis
     later micro-batch or where an engine provides the buffer; otherwise autograd keeps what the
     backward produced.
     """
-    with _collected_on_demand():
+    with collected_on_demand():
         return _traced_events(variant, pattern, gradients_exist)
 
 
 @contextmanager
-def _collected_on_demand() -> Iterator[None]:
+def collected_on_demand() -> Iterator[None]:
     """Let cycles be collected only where the trace asks, and only those of the trace: a second
     each time else, for everything that is imported."""
     gc.freeze()
@@ -47,11 +47,17 @@ def _collected_on_demand() -> Iterator[None]:
 
 
 def _traced_events(variant: Variant, pattern: Pattern, gradients_exist: bool) -> list[Event]:
-    model, tape = build_model(variant, pattern), Tape()
-    autocasts = variant.compute == "autocast"
+    tokens, autocasts = (variant.batch, PRIMES["seq"]), variant.compute == "autocast"
+    return record_step(build_model(variant, pattern), Tape(), tokens, autocasts, gradients_exist)
+
+
+def record_step(
+    model: nn.Module, tape: Tape, shape: tuple[int, int], autocasts: bool, gradients_exist: bool
+) -> list[Event]:
+    """Run one step of `model` on tokens of `shape` (rows, tokens per row) under `tape`."""
     with _fake_cpu(model) if autocasts else torch.device("meta"):
         _prepare_parameters(model, tape, gradients_exist)
-        tokens = torch.zeros(variant.batch, PRIMES["seq"], dtype=torch.long)
+        tokens = torch.zeros(*shape, dtype=torch.long)
         tape.ignore(tokens)
         _watch_sections(model, tape)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=autocasts)
@@ -114,7 +120,8 @@ def _watch_sections(model: nn.Module, tape: Tape) -> None:
     layers = decoder_layers(model)
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(_enter(tape, Place("layer", index)))
-        layer.register_forward_hook(_leave_layer(tape, index, is_last=index == len(layers) - 1))
+        leave = _leave_layer(tape, index, is_last=index == len(layers) - 1)
+        layer.register_forward_hook(leave, with_kwargs=True)
     for name, module in model.named_modules():
         module.register_forward_pre_hook(_name(tape, name))
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
@@ -140,13 +147,14 @@ def _name(tape: Tape, name: str) -> Callable[..., None]:
 def _leave_layer(tape: Tape, index: int, is_last: bool) -> Callable[..., None]:
     """After the last layer comes the head; the gradient of a layer's output starts its backward."""
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if tape.place.in_backward:
             return
         hidden = output[0] if isinstance(output, tuple) else output
         _on_gradient(hidden, tape, Place("layer_backward", index))
         if index == 0:
-            _on_gradient(args[0], tape, Place("embed_backward"))
+            entering = args[0] if args else kwargs["hidden_states"]
+            _on_gradient(entering, tape, Place("embed_backward"))
         if is_last:
             tape.place = Place("head")
 

@@ -8,7 +8,7 @@ relative to the section, so that a section stands for every layer of the same co
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -39,7 +39,11 @@ from runners.trace.variants import Variant
 Encoded = list[list[Any]]
 
 
-def build_template(variant: Variant, patterns: Iterable[Pattern] | None = None) -> dict[str, Any]:
+def build_template(
+    variant: Variant,
+    patterns: Iterable[Pattern] | None = None,
+    trace: Callable[[Variant, Pattern, bool], list[Event]] = trace_step,
+) -> dict[str, Any]:
     """Trace a variant with its patterns of layers, or these; returns templates by set of kinds.
 
     Each has the parts "forward", "kept" and "added" (rows by "section context"), "saved" (tensors),
@@ -50,8 +54,8 @@ def build_template(variant: Variant, patterns: Iterable[Pattern] | None = None) 
     """
     merged: dict[str, _Merged] = defaultdict(_Merged)
     for pattern in traced_patterns(variant) if patterns is None else patterns:
-        kept = _Encoder(trace_step(variant, pattern, gradients_exist=False), pattern)
-        added = _Encoder(trace_step(variant, pattern, gradients_exist=True), pattern)
+        kept = _Encoder(trace(variant, pattern, False), pattern)
+        added = _Encoder(trace(variant, pattern, True), pattern)
         into = merged[kind_set(pattern)]
         into.add("forward", kept.sections(FORWARD))
         into.add("kept", kept.sections(BACKWARD))
