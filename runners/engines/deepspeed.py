@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,7 @@ class DeepSpeedEngine:
         cast_parameters(model, torch.bfloat16)
         materialise(model, device, partial(fill_parameter, seed=seed))
         self.module = _initialize(model, build_optimizer(optimizer, model.parameters(), lr), stage)
+        _count_collectives(collectives)
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; DeepSpeed reduces bucket by bucket."""
@@ -111,3 +113,33 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) 
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
     return engine
+
+
+# What DeepSpeed calls on its backend, and our name of it.
+_COUNTED = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+}
+
+
+def _count_collectives(collectives: Collectives) -> None:
+    """Count what DeepSpeed sends by itself from now on, but for scalars (overflow, norm)."""
+    from deepspeed.comm import comm
+
+    for method, name in _COUNTED.items():
+        # From the class: an engine built later counts for itself alone.
+        call = partial(getattr(type(comm.cdb), method), comm.cdb)
+        setattr(comm.cdb, method, _counted(call, name, collectives))
+
+
+def _counted(call: Callable[..., Any], name: str, collectives: Collectives) -> Callable[..., Any]:
+    def counted(*args: Any, **options: Any) -> Any:
+        # The whole buffer is the largest of the tensors, whatever its argument is called.
+        tensors = (value for value in (*args, *options.values()) if isinstance(value, Tensor))
+        whole = max(tensors, key=Tensor.numel)
+        if whole.numel() > 1:
+            collectives.count(name, whole.numel() * whole.element_size())
+        return call(*args, **options)
+
+    return counted

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from runners.engines.deepspeed import DeepSpeedEngine
+from runners.engines.deepspeed import DeepSpeedEngine, _counted
 from runners.zero.collectives import LocalCollectives
 
 IS_INSTALLED = importlib.util.find_spec("deepspeed") is not None
@@ -48,3 +48,18 @@ def test_the_missing_extra_is_named() -> None:
             build()
     finally:
         dist.destroy_process_group()
+
+
+def test_what_it_sends_by_itself_is_counted_by_its_whole_buffer_but_no_scalar() -> None:
+    collectives, called = LocalCollectives(rank=0, world_size=8), []
+    gather = _counted(lambda *args, **options: called.append(args), "all_gather", collectives)
+    gather(torch.empty(24, dtype=torch.bfloat16), input_tensor=torch.empty(3, dtype=torch.bfloat16))
+    scatter = _counted(lambda *args, **options: called.append(args), "reduce_scatter", collectives)
+    scatter(torch.empty(3), torch.empty(24), group=None)
+    norm = _counted(lambda *args, **options: called.append(args), "all_reduce", collectives)
+    norm(torch.empty(1))
+    assert collectives.traffic() == {
+        "all_gather": {"calls": 1, "bytes": 48},
+        "reduce_scatter": {"calls": 1, "bytes": 96},
+    }
+    assert len(called) == 3
