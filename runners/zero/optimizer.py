@@ -91,18 +91,19 @@ class ShardOptimizer:
         self._shard = shard
         self._with_master = with_master
         self._master = shard.float() if with_master else shard
+        self.is_split = split is not None
         self._split = split or (lambda buffer: [buffer])
-        self._stepped = self._split(self._master)
-        self._optimizers = build_optimizers(kind, self._stepped, lr, in_layer=in_layer)
+        self.stepped = self._split(self._master)
+        self._optimizers = build_optimizers(kind, self.stepped, lr, in_layer=in_layer)
 
     def step(self, gradient: Tensor) -> None:
         """Apply `gradient` [n], in the buffer's dtype, to the master copy and the buffer."""
         gradients = self._split(gradient.float() if self._with_master else gradient)
-        for tensor, part in zip(self._stepped, gradients, strict=True):
+        for tensor, part in zip(self.stepped, gradients, strict=True):
             tensor.grad = part
         for optimizer in self._optimizers:
             optimizer.step()
-        for tensor in self._stepped:
+        for tensor in self.stepped:
             tensor.grad = None
         if self._with_master:
             self._shard.copy_(self._master)
@@ -120,7 +121,7 @@ class ShardOptimizer:
                 for o in self._optimizers
                 for name, value in o.state.get(tensor, {}).items()
             }
-            for tensor in self._stepped
+            for tensor in self.stepped
         ]
 
     def restore(self, states: Sequence[dict[str, Tensor]]) -> None:
@@ -128,7 +129,7 @@ class ShardOptimizer:
         for optimizer in self._optimizers:
             saved = optimizer.state_dict()
             mine = [t for group in optimizer.param_groups for t in group["params"]]
-            kept = {id(t): state for t, state in zip(self._stepped, states, strict=True)}
+            kept = {id(t): state for t, state in zip(self.stepped, states, strict=True)}
             saved["state"] = {i: kept[id(t)] for i, t in enumerate(mine) if kept[id(t)]}
             optimizer.load_state_dict(saved)
         if self._with_master:
