@@ -76,9 +76,9 @@ def _check_trained(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     if rank and frozen:
         reason = "adapters freeze the whole model already, so frozen layers add nothing"
         allowed = f"0, or workload.frozen_layers 0 instead of {frozen}"
-    elif parallelism.engine is not Engine.PEAKMARK:
-        reason = f"training a part of a model is not predicted for {parallelism.engine}"
-        allowed = "0, or engine peakmark"
+    elif parallelism.engine is Engine.DEEPSPEED:
+        reason = "training a part of a model is not predicted for deepspeed"
+        allowed = "0, or engine peakmark, fsdp2 or ddp"
     elif workload.optimizer in _WHOLE_MATRIX:
         reason = f"{workload.optimizer} is predicted for whole models only"
         allowed = "0, or adamw or sgd"

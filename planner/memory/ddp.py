@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from planner.memory.groups import Place, group_numels
+from planner.memory.adapters import Trained
+from planner.memory.groups import GroupTensors, Place, group_numels, group_tensors
 from planner.memory.optimizers import (
     Stepped,
+    as_stepped,
     optimizer_states,
     temporaries_peak_bytes,
-    whole_parameters,
 )
-from planner.memory.states import HeldGroup, Parts, Precisions, tied_shares
+from planner.memory.states import HeldGroup, Parts, Precisions, frozen_groups, tied_shares
 from planner.model import ModelSpec
 from planner.units import MIB_BYTES
 from planner.workload import Engine, Optimizer, Precision
@@ -44,25 +45,36 @@ def bucket_bytes(sizes_bytes: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def model_order(spec: ModelSpec, itemsize: int) -> tuple[tuple[str, Stepped], ...]:
-    """Every parameter with its group, in the order of `model.parameters()`."""
-    groups = whole_parameters(spec, itemsize)
+def model_order(
+    spec: ModelSpec, itemsize: int, trained: Trained | None = None
+) -> tuple[tuple[str, Stepped], ...]:
+    """Every trained parameter with its group, in the order of `model.parameters()`."""
+    return in_order(trained.trained_shapes if trained else group_tensors(spec), itemsize)
+
+
+def in_order(shapes: GroupTensors, itemsize: int) -> tuple[tuple[str, Stepped], ...]:
+    """Parameters of these shapes with their groups: embedding, layer by layer, head."""
+    groups = as_stepped(shapes, itemsize)
     return (
         *(("embedding", tensor) for tensor in groups.embedding),
-        *(("layers", t) for layer in range(spec.num_layers) for t in groups.layers[layer]),
+        *(("layers", t) for layer in range(len(shapes["layers"])) for t in groups.layers[layer]),
         *(("head", tensor) for tensor in groups.head),
     )
 
 
 @lru_cache(maxsize=512)
 def owned(
-    spec: ModelSpec, itemsize: int, world_size: int, rank: int = 0
+    spec: ModelSpec,
+    itemsize: int,
+    world_size: int,
+    rank: int = 0,
+    trained: Trained | None = None,
 ) -> tuple[tuple[str, Stepped], ...]:
     """What ZeroRedundancyOptimizer gives `rank` to step, in its order.
 
     Parameters are dealt out from the largest, each to the first rank with the fewest elements.
     """
-    ordered = sorted(model_order(spec, itemsize), key=lambda pair: -pair[1].numel)
+    ordered = sorted(model_order(spec, itemsize, trained), key=lambda pair: -pair[1].numel)
     loads = [(0, other) for other in range(min(world_size, len(ordered)))]
     own = []
     for group, tensor in ordered:
@@ -91,19 +103,23 @@ class DdpStates:
         world_size: Any,
         accumulates: bool,
         syncs: bool = True,
+        trained: Trained | None = None,
     ) -> None:
-        self._spec, self._optimizer = spec, optimizer
+        """`trained` says what of the model is, where not all is: only that has buckets."""
+        self._spec, self._optimizer, self._trained = spec, optimizer, trained
         self._bytes, self._precision = Precisions.of(precision, Engine.DDP), precision
         # Before the last micro-batch nothing is reduced: gradients are tensors beside the buckets.
         self._copies = 2 if accumulates and not syncs else 1
         self._shards, self._world_size = stage == 1, world_size
-        self._numels = group_numels(spec)
-        self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
+        self._numels = trained.trained if trained else group_numels(spec)
+        self._frozen = trained.frozen if trained else self._numels.map(lambda numel: 0)
+        has_tied_gradients = spec.tie_word_embeddings and trained is None
+        self._tied_numel = spec.vocab_size * spec.hidden_size if has_tied_gradients else 0
 
     def persistent(self) -> Parts:
         """Parameters and this rank's optimizer states, in bytes."""
         return {
-            "parameters": self._numels.total() * self._bytes.parameter,
+            "parameters": (self._numels.total() + self._frozen.total()) * self._bytes.parameter,
             "optimizer": self._of_rank_0(self._state_bytes),
         }
 
@@ -115,28 +131,43 @@ class DdpStates:
         """Evaluate `size` for what rank 0 steps, for every world size where that matters."""
         itemsize = self._bytes.state
         if not self._shards:
-            return size(model_order(self._spec, itemsize))
+            return size(model_order(self._spec, itemsize, self._trained))
         worlds = np.asarray(self._world_size)
-        sizes = [size(owned(self._spec, itemsize, int(n))) for n in worlds.flat]
+        sizes = [size(self._owned(int(n))) for n in worlds.flat]
         return np.array(sizes).reshape(worlds.shape) if worlds.ndim else sizes[0]
+
+    def _owned(self, world_size: int) -> tuple[tuple[str, Stepped], ...]:
+        return owned(self._spec, self._bytes.state, world_size, trained=self._trained)
 
     def held_numels(self) -> list[HeldGroup]:
         """Per kind of group the parameters kept, and what rank 0 steps of them."""
+        held = self._stepped_groups()
+        if self._trained is None:
+            return held
+        return [*(group for group in held if group.kept), *frozen_groups(self._frozen)]
+
+    def _stepped_groups(self) -> list[HeldGroup]:
         if self._shards:
             return [self._dealt(name) for name in ("embedding", "layers", "head")]
-        tensors = whole_parameters(self._spec, self._bytes.state)
+        shapes = self._trained.trained_shapes if self._trained else group_tensors(self._spec)
+        tensors = as_stepped(shapes, self._bytes.state)
         states = tensors.map(lambda group: optimizer_states(self._optimizer, group))
-        layers = zip(self._numels.layers.by_kind(), states.layers.sizes, strict=True)
         embedding, head = self._numels.embedding, self._numels.head
+        layers = [
+            HeldGroup(name, count, numel, numel, own)
+            for (name, count, numel), own in zip(
+                self._numels.layers.by_kind(), states.layers.sizes, strict=True
+            )
+        ]
         return [
             HeldGroup("embedding", 1, embedding, embedding, states.embedding),
-            *(HeldGroup(name, count, numel, numel, own) for (name, count, numel), own in layers),
+            *layers,
             HeldGroup("head", 1, head, head, states.head),
         ]
 
     def _dealt(self, name: str) -> HeldGroup:
         kept = self._numels.layers.total() if name == "layers" else getattr(self._numels, name)
-        pairs = owned(self._spec, self._bytes.state, int(self._world_size))
+        pairs = self._owned(int(self._world_size))
         own = [tensor for group, tensor in pairs if group == name]
         stepped = sum(tensor.numel for tensor in own)
         return HeldGroup(name, 1, kept, stepped, optimizer_states(self._optimizer, own))

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from planner.memory.groups import PerLayer, Place, Rows, group_shapes
-from planner.memory.optimizers import Stepped, optimizer_states, temporaries_peak_bytes
+from planner.memory.adapters import Trained
+from planner.memory.groups import GroupShapes, PerLayer, Place, Rows, group_shapes, rows_of
+from planner.memory.optimizers import State, Stepped, optimizer_states, temporaries_peak_bytes
 from planner.memory.states import (
     HeldGroup,
     Parts,
@@ -68,8 +69,13 @@ class Fsdp2States:
         world_size: Any,
         accumulates: bool,
         syncs: bool = True,
+        trained: Trained | None = None,
     ) -> None:
-        """`syncs`: gradients are reduced after every micro-batch, not only after the last."""
+        """`syncs`: gradients are reduced after every micro-batch, not only after the last.
+
+        `trained` says what of the model is, where not all is: a unit is gathered whole, of its
+        gradients only those of what is trained are reduced.
+        """
         sizes = Precisions.of(precision, Engine.FSDP2)
         self._precision = precision
         low = precision in (Precision.MIXED, Precision.BF16)
@@ -82,21 +88,37 @@ class Fsdp2States:
         # of their own; otherwise autograd adds to the parameter's.
         self._casts = self._compute != self._stored
         self.gradients = "added" if self._keeps_whole and not self._casts else "kept"
-        shapes = group_shapes(spec)
+        self._first_trained = trained.first_layer if trained else 0
+        # Nothing needs a gradient before the first trained layer: its unit is reduced at the end.
+        self._is_late = trained is not None
+        has_tied_gradients = spec.tie_word_embeddings and trained is None
+        self._tied_numel = spec.vocab_size * spec.hidden_size if has_tied_gradients else 0
+        self._optimizer = optimizer
+        shapes = rows_of(trained.shapes) if trained else group_shapes(spec)
+        self._set_units(shapes, world_size)
+        self._set_trained(rows_of(trained.trained_shapes) if trained else shapes, world_size)
+
+    def _set_units(self, shapes: GroupShapes, world_size: Any) -> None:
+        """Sizes of every unit with all its parameters, which are stored and gathered together."""
         root = shapes["embedding"] + shapes["head"]
         self._numel = _Units.of(root, shapes["layers"], 1)
-        self._tied_numel = spec.vocab_size * spec.hidden_size if spec.tie_word_embeddings else 0
-        self._embedding_numel = row_shards(shapes["embedding"], 1)
         self.shard = _Units.of(root, shapes["layers"], world_size)
-        self._padded = self.shard.map(lambda shard: shard * world_size)
         # A gather buffer holds every rank's rows; with one rank it is skipped.
         is_alone = np.equal(world_size, 1)
-        self._gather = self._padded.map(lambda size: np.where(is_alone, 0, size))
+        self._gather = self.shard.map(lambda shard: np.where(is_alone, 0, shard * world_size))
+
+    def _set_trained(self, shapes: GroupShapes, world_size: Any) -> None:
+        """Sizes of what is reduced and stepped of every unit."""
+        root = shapes["embedding"] + shapes["head"]
+        self._grad_numel = _Units.of(root, shapes["layers"], 1)
+        self._embedding_numel = row_shards(shapes["embedding"], 1)
+        self._grad_shard = _Units.of(root, shapes["layers"], world_size)
+        self._padded = self._grad_shard.map(lambda shard: shard * world_size)
+        is_alone = np.equal(world_size, 1)
         # One rank has no loop over the gradients of a unit, whose variable holds the last.
         self._last = _Units.of(root[-1:], [rows[-1:] for rows in shapes["layers"]], 1).map(
             lambda size: np.where(is_alone, 0, size)
         )
-        self._optimizer = optimizer
         # Every kind of layer twice: what one parameter's step leaves meets the next one's.
         kinds = [rows for rows in dict.fromkeys(shapes["layers"]) for _ in range(2)]
         ordered = [*shapes["embedding"], *(row for rows in kinds for row in rows), *shapes["head"]]
@@ -104,23 +126,28 @@ class Fsdp2States:
 
     def persistent(self) -> Parts:
         """Sharded parameters and optimizer states, in bytes."""
-        shards = self.shard.total()
-        states = optimizer_states(self._optimizer, [self._stepped(shards)])
+        states = optimizer_states(self._optimizer, [self._stepped(self._grad_shard.total())])
         state_bytes = sum(state.size_bytes for state in states)
-        return {"parameters": shards * self._stored, "optimizer": state_bytes}
+        return {"parameters": self.shard.total() * self._stored, "optimizer": state_bytes}
 
     def _stepped(self, numel: Any) -> Stepped:
         return Stepped((numel,), self._state_bytes)
 
     def held_numels(self) -> list[HeldGroup]:
         """Per kind of unit, elements of the sharded parameters and of what the optimizer steps."""
-        units = [*self.shard.layers.by_kind(), ("root", 1, self.shard.root)]
+        every, trained = self.shard, self._grad_shard
+        kinds = PerLayer.of(
+            list(zip(every.layers.kinds, trained.layers.kinds, strict=True)),
+            lambda pair: (every.layers.sizes[pair[0]], trained.layers.sizes[pair[1]]),
+        )
+        units = [*kinds.by_kind(), ("root", 1, (every.root, trained.root))]
         return [
-            HeldGroup(
-                name, count, shard, shard, optimizer_states(self._optimizer, [self._stepped(shard)])
-            )
-            for name, count, shard in units
+            HeldGroup(name, count, kept, stepped, self._states_of(stepped))
+            for name, count, (kept, stepped) in units
         ]
+
+    def _states_of(self, numel: Any) -> tuple[State, ...]:
+        return optimizer_states(self._optimizer, [self._stepped(numel)]) if numel else ()
 
     def at(self, place: Place) -> Parts:
         """Gathered units, gradients and the last reduce-scatter's input, in bytes."""
@@ -138,14 +165,15 @@ class Fsdp2States:
             layer = place.layer if place.in_layer else self._layers - 1
             return root + self._forward_copies(place) + buffers[layer]
         if not self._reshards:
-            alive = first_finished(place, self._layers)
-            return root + self._numel.layers.total(0, alive)
+            return root + self._numel.layers.total(0, self._first_reduced(place))
         if place.section == "loss_backward":
             return root + buffers[self._layers - 1]
-        if place.section == "embed_backward":
+        if place.section == "embed_backward" and not self._is_late:
             return root
-        ahead = buffers[place.layer - 1] if place.layer else 0
-        return root + self._numel.layers[place.layer] + ahead
+        # The first trained unit stays to the end, and so does what was gathered ahead of it.
+        layer = max(place.layer, self._first_trained)
+        ahead = buffers[layer - 1] if layer else 0
+        return root + self._numel.layers[layer] + ahead
 
     def _forward_copies(self, place: Place) -> Any:
         if self._reshards:
@@ -155,19 +183,26 @@ class Fsdp2States:
     def _gradients(self, place: Place) -> Any:
         shards: Any = 0
         if self._keeps_whole:
-            shards = self._numel.total()
+            shards = self._grad_numel.total()
         elif self._accumulates:
-            shards = self.shard.total()
+            shards = self._grad_shard.total()
         elif place.in_backward:
-            shards = self.shard.layers.total(first_finished(place, self._layers))
+            shards = self._grad_shard.layers.total(self._first_reduced(place))
         after_loss = place.in_backward and place.section != "loss_backward"
         after_loss = after_loss and self.gradients == "kept"
-        root = after_loss * (self._numel.root - self._embedding_numel)
+        root = after_loss * (self._grad_numel.root - self._embedding_numel)
+        if after_loss and first_finished(place, self._layers) < self._first_reduced(place):
+            root = root + self._grad_numel.layers[self._first_trained]
         tied = tied_shares(place, self._precision) * self._tied_numel
         return shards * self._stored + (root + tied) * self._compute
 
+    def _first_reduced(self, place: Place) -> int:
+        """The lowest layer whose unit is reduced before `place` begins."""
+        finished = first_finished(place, self._layers)
+        return max(finished, self._first_trained + 1) if self._is_late else finished
+
     def _last_reduction(self, place: Place) -> Any:
-        before = first_finished(place, self._layers)
+        before = self._first_reduced(place)
         if self._keeps_whole or not place.in_backward or before >= self._layers:
             return 0  # without a reduction each time, the last one frees more than its input takes
         return self._padded.layers[before] * self._stored
@@ -188,14 +223,16 @@ class Fsdp2States:
         is_root = place.section == "embed_backward"
         if is_root and self._keeps_whole:
             return {}
-        numel, shard, padded = (
+        if self._is_late and not is_root and place.layer <= self._first_trained:
+            return {}
+        numel, shard, padded, gradients = (
             units.root if is_root else units.layers[place.layer]
-            for units in (self._numel, self.shard, self._padded)
+            for units in (self._numel, self._grad_shard, self._padded, self._grad_numel)
         )
         # The gradients are freed once copied into the input, but for the last parameter's (see
         # `replay_fsdp2`); only then the output appears.
         last = self._last.root if is_root else self._last.layers[place.layer]
-        freed = (numel - last) * self._compute
+        freed = (gradients - last) * self._compute
         output = np.maximum(shard * self._stored - freed, 0)
         parts: Parts = {
             "temporary": padded * self._stored + output - self._last_reduction(place),
@@ -216,7 +253,7 @@ class Fsdp2States:
 
     def optimizer_step(self) -> Parts:
         """Sharded gradients and the optimizer's temporaries over all parameters, in bytes."""
-        shards = self.shard.total()
+        shards = self._grad_shard.total()
         foreach = self._optimizer is Optimizer.ADAMW_FOREACH
         tensors = [self._stepped(shards)] if foreach else self._tensors
         return {

@@ -76,8 +76,12 @@ def group_tensors(spec: ModelSpec) -> GroupTensors:
 
 @lru_cache(maxsize=64)
 def group_shapes(spec: ModelSpec) -> GroupShapes:
-    """Return `group_tensors` as rows: what a shard along the first dimension is cut from."""
-    tensors = group_tensors(spec)
+    """Return `group_tensors` as rows."""
+    return rows_of(group_tensors(spec))
+
+
+def rows_of(tensors: GroupTensors) -> GroupShapes:
+    """Return shapes as rows: what a shard along the first dimension is cut from."""
     return {
         "embedding": _rows(tensors["embedding"]),
         "layers": tuple(_rows(shapes) for shapes in tensors["layers"]),

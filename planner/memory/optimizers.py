@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.memory.groups import GroupSizes, PerLayer, group_tensors
+from planner.memory.groups import GroupSizes, GroupTensors, PerLayer, group_tensors
 from planner.model import ModelSpec
 from planner.workload import Optimizer
 
@@ -77,7 +77,11 @@ def stepped_groups(
 @lru_cache(maxsize=64)
 def whole_parameters(spec: ModelSpec, itemsize: int) -> GroupSizes:
     """Every parameter of each group in its own shape."""
-    shapes = group_tensors(spec)
+    return as_stepped(group_tensors(spec), itemsize)
+
+
+def as_stepped(shapes: GroupTensors, itemsize: int) -> GroupSizes:
+    """Parameters of these shapes as an optimizer sees them."""
 
     def stepped(group: Sequence[tuple[int, ...]], in_layer: bool) -> tuple[Stepped, ...]:
         return tuple(Stepped(shape, itemsize, in_layer) for shape in group)

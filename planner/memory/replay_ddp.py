@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.memory.ddp import bucket_bytes, model_order, owned
+from planner.memory.adapters import trained_groups
+from planner.memory.ddp import bucket_bytes, in_order, model_order, owned
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
 from planner.memory.states import Precisions
@@ -29,11 +30,13 @@ class DdpReplay(EngineBase):
     ) -> None:
         super().__init__(spec, workload, memory, workspaces_bytes)
         sizes = Precisions.of(workload.precision, parallelism.engine)
-        pairs = model_order(spec, sizes.state)
-        self._parameters = [tensor.numel * sizes.parameter for _, tensor in pairs]
+        trained = trained_groups(spec, workload)
+        pairs = model_order(spec, sizes.state, trained)
+        every = in_order(trained.shapes, sizes.state) if trained else pairs
+        self._parameters = [tensor.numel * sizes.parameter for _, tensor in every]
         self._gradients = [tensor.numel * sizes.gradient for _, tensor in pairs]
         if parallelism.zero_stage == 1:
-            pairs = owned(spec, sizes.state, parallelism.world_size)
+            pairs = owned(spec, sizes.state, parallelism.world_size, trained=trained)
         self._stepped = [tensor for _, tensor in pairs]
         self._forwards, self._ranks = 0, parallelism.world_size
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from planner.memory.groups import Rows, group_shapes
+from planner.memory.adapters import trained_groups
+from planner.memory.groups import GroupShapes, Rows, group_shapes, rows_of
 from planner.memory.optimizers import Stepped
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
@@ -32,12 +33,13 @@ class Fsdp2Replay(EngineBase):
         low = workload.precision in (Precision.MIXED, Precision.BF16)
         self._compute, self._stored, self._state = 2 if low else 4, sizes.parameter, sizes.state
         self._ranks, self._reshards = parallelism.world_size, parallelism.zero_stage == 3
-        shapes = group_shapes(spec)
-        self._layer_shapes, self._root_shapes = (
-            shapes["layers"],
-            shapes["embedding"] + shapes["head"],
-        )
-        self._embedding_parameters = len(shapes["embedding"])
+        trained = trained_groups(spec, workload)
+        self._every = rows_of(trained.shapes) if trained else group_shapes(spec)
+        self._trained = rows_of(trained.trained_shapes) if trained else self._every
+        # Nothing needs a gradient before the first trained layer: FSDP2 hears of the end of its
+        # backward only when the whole backward ends.
+        self._late_layer = trained.first_layer if trained else -1
+        self._late_gradients: Blocks = []
         self._root_gradients: Blocks = []
         self._whole: dict[tuple[str, int], Blocks] = {}
 
@@ -45,15 +47,18 @@ class Fsdp2Replay(EngineBase):
         return [*(("layer", index) for index in range(self._num_layers)), ("root", 0)]
 
     def _shapes(self, unit: tuple[str, int]) -> Rows:
-        return self._root_shapes if unit[0] == "root" else self._layer_shapes[unit[1]]
+        return _unit_rows(self._every, unit)
 
     def _shards(self, unit: tuple[str, int]) -> list[int]:
-        return [-(-rows // self._ranks) * columns for rows, columns in self._shapes(unit)]
+        return self._rank_rows(self._shapes(unit))
+
+    def _rank_rows(self, shapes: Rows) -> list[int]:
+        return [-(-rows // self._ranks) * columns for rows, columns in shapes]
 
     def start(self) -> None:
         """Empty shards of all parameters, then each filled from a whole tensor."""
         memory = self._memory
-        ordered = self._in_model_order()
+        ordered = self._in_model_order(self._every)
         for unit, index in ordered:
             memory.take(("parameter", unit, index), self._shards(unit)[index] * self._stored)
         if self._tied:  # the head's own, which the embedding's then becomes
@@ -65,14 +70,15 @@ class Fsdp2Replay(EngineBase):
             memory.give("whole")
         self._take_tokens()
 
-    def _in_model_order(self) -> list[tuple[tuple[str, int], int]]:
-        root = [(("root", 0), index) for index in range(len(self._root_shapes))]
+    def _in_model_order(self, shapes: GroupShapes) -> list[tuple[tuple[str, int], int]]:
+        before = len(shapes["embedding"])
+        root = [(("root", 0), index) for index in range(before + len(shapes["head"]))]
         layers = [
             (("layer", layer), index)
             for layer in range(self._num_layers)
-            for index in range(len(self._layer_shapes[layer]))
+            for index in range(len(shapes["layers"][layer]))
         ]
-        return [*root[: self._embedding_parameters], *layers, *root[self._embedding_parameters :]]
+        return [*root[:before], *layers, *root[before:]]
 
     def before(self, section: str, layer: int) -> None:
         """Gather as FSDP2's hooks do: a unit at its forward, the next one ahead in the backward."""
@@ -95,7 +101,7 @@ class Fsdp2Replay(EngineBase):
             self._memory.give(("gathered", ("layer", layer - 1) if layer else ("root", 0)))
 
     def _before_backward(self, unit: tuple[str, int]) -> None:
-        if not self._reshards:
+        if not self._reshards or unit[1] < self._late_layer:
             return
         self._copy_out(unit)
         self._memory.give(("gathered", unit))
@@ -132,12 +138,26 @@ class Fsdp2Replay(EngineBase):
         elif section == "loss_backward":
             self._root_gradients = gradients
         elif section == "embed_backward":
-            self._reduce(("root", 0), [*self._root_gradients, *gradients])
-            self._memory.give("reduced")
+            self._end_backward([*self._root_gradients, *gradients])
         elif section.endswith("layer_backward"):
-            self._reduce(("layer", layer), gradients)
+            if layer > self._late_layer:
+                self._reduce(("layer", layer), gradients)
+            elif layer == self._late_layer:
+                self._late_gradients = gradients
         elif "layer" in section and self._reshards:
             self._free_copy(("layer", layer))
+
+    def _end_backward(self, root_gradients: Blocks) -> None:
+        """Reduce the root, then, in order, the units of which nothing said that they are done.
+
+        torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _root_post_backward_final_callback.
+        """
+        self._reduce(("root", 0), root_gradients)
+        for layer in range(self._late_layer + 1):
+            is_last = layer == self._late_layer
+            self._reduce(("layer", layer), self._late_gradients if is_last else ())
+            self._memory.give(("gathered", ("layer", layer)))
+        self._memory.give("reduced")
 
     def _keep_whole(self, unit: tuple[str, int], gradients: Sequence[Any]) -> Blocks:
         """Add gradients to the whole ones that wait for the last micro-batch; the first begin them.
@@ -149,7 +169,7 @@ class Fsdp2Replay(EngineBase):
             self._release(blocks)
         elif self._compute != self._stored:
             self._whole[unit] = []
-            for rows, columns in self._shapes(unit):
+            for rows, columns in _unit_rows(self._trained, unit):
                 size_bytes = rows * columns * self._stored
                 self._whole[unit].append(self._memory.allocator.allocate(size_bytes))
             self._release(blocks)
@@ -169,12 +189,13 @@ class Fsdp2Replay(EngineBase):
         """
         if self._ranks == 1 or not blocks:
             return []
-        rows, columns = self._shapes(unit)[-1]
+        rows, columns = _unit_rows(self._trained, unit)[-1]
         size_bytes = rows * columns * self._compute
         return [min(blocks, key=lambda block: abs(block.size_bytes - size_bytes))]
 
     def _reduce(self, unit: tuple[str, int], gradients: Sequence[Any]) -> None:
-        memory, shard_bytes = self._memory, sum(self._shards(unit)) * self._stored
+        memory, trained = self._memory, self._rank_rows(_unit_rows(self._trained, unit))
+        shard_bytes = sum(trained) * self._stored
         if not self._reduces or unit in self._whole:
             gradients = self._keep_whole(unit, gradients)
         self._free_copy(unit)
@@ -193,6 +214,14 @@ class Fsdp2Replay(EngineBase):
 
     def optimizer_step(self) -> None:
         """Step all parameters at once (foreach, fused) or one by one, then free the gradients."""
-        numels = [self._shards(unit)[index] for unit, index in self._in_model_order()]
+        numels = [
+            self._rank_rows(_unit_rows(self._trained, unit))[index]
+            for unit, index in self._in_model_order(self._trained)
+        ]
         self._step_tensors("all", [Stepped((numel,), self._state) for numel in numels])
         self._memory.give(*(("gradient", unit) for unit in self._units()))
+
+
+def _unit_rows(shapes: GroupShapes, unit: tuple[str, int]) -> Rows:
+    """The parameters of a decoder layer or, as one unit, of all that is around the layers."""
+    return shapes["embedding"] + shapes["head"] if unit[0] == "root" else shapes["layers"][unit[1]]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.memory.adapters import Trained
-from planner.memory.groups import Place, group_numels, group_shapes
+from planner.memory.groups import GroupSizes, Place, group_numels, group_shapes
 from planner.memory.optimizers import (
     State,
     optimizer_states,
@@ -102,13 +102,11 @@ class FrozenGroups:
             size = size + self._whole.embedding
         return size + self._whole.head if place.section in _HEAD_IS_GATHERED else size
 
-    def held(self) -> list[HeldGroup]:
-        """What is kept of each kind of group; nothing of it is stepped."""
-        kept = self.kept
-        groups = [("embedding", 1, kept.embedding), *kept.layers.by_kind(), ("head", 1, kept.head)]
-        return [
-            HeldGroup(f"frozen {name}", count, size, 0, ()) for name, count, size in groups if size
-        ]
+
+def frozen_groups(kept: GroupSizes) -> list[HeldGroup]:
+    """What is kept of each kind of group without being trained; nothing of it is stepped."""
+    groups = [("embedding", 1, kept.embedding), *kept.layers.by_kind(), ("head", 1, kept.head)]
+    return [HeldGroup(f"frozen {name}", count, size, 0, ()) for name, count, size in groups if size]
 
 
 class PeakmarkStates:
@@ -176,7 +174,7 @@ class PeakmarkStates:
         ]
         if self._frozen is None:
             return groups
-        return [*(group for group in groups if group.kept), *self._frozen.held()]
+        return [*(group for group in groups if group.kept), *frozen_groups(self._frozen.kept)]
 
     def at(self, place: Place) -> Parts:
         """Gathered parameters and gradients of groups begun before `place`, in bytes."""

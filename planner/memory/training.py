@@ -208,6 +208,7 @@ def training_memory(
         workload.micro_batch,
         workload.sequence_length,
         beside=beside.parts if beside else None,
+        lora_rank=workload.lora_rank,
     )
     by_phase = {
         name: Moment(moment.place, {**moment.parts, "workspace": workspace_bytes(hardware)})
@@ -321,8 +322,8 @@ def training_grid(
             beside = beside_at(key, batches, lengths) if beside_at else None
             states = _states(spec, workload, engine, stage, worlds, beside)
             moments = load_moments(key, states.gradients)
-            parts_at = beside.parts if beside else None
-            timeline = Timeline(spec, moments, states, batches, lengths, parts_at)
+            parts_at, rank = beside.parts if beside else None, workload.lora_rank
+            timeline = Timeline(spec, moments, states, batches, lengths, parts_at, rank)
             peak[row][..., columns] = timeline.peak_bytes()
     allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
         np.int64

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
-from planner.workload import BaseDtype, LoraTargets, TrainingWorkload
+from planner.memory.adapters import target_names
+from planner.workload import BaseDtype, TrainingWorkload
 from runners.zero.groups import decoder_layers, partition_parameters
-
-# Names of the linear layers of a block in the families whose adapters are traced.
-TARGET_MODULES = {
-    LoraTargets.QV: ("q_proj", "v_proj"),
-    LoraTargets.ALL_LINEAR: (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    ),
-}
 
 
 def choose_trained(model: nn.Module, workload: TrainingWorkload) -> None:
@@ -43,11 +37,16 @@ def _inject_adapters(model: nn.Module, workload: TrainingWorkload) -> None:
         lora_alpha=2 * workload.lora_rank,
         lora_dropout=0.0,
         bias="none",
-        target_modules=list(TARGET_MODULES[workload.lora_targets]),
+        target_modules=list(target_names(_family(model), workload.lora_targets)),
     )
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _family(model: nn.Module) -> str:
+    config: Any = model.config
+    return str(config.model_type)
 
 
 def _freeze_first_layers(model: nn.Module, count: int) -> None:

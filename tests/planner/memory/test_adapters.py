@@ -149,8 +149,8 @@ def _refusal(parallelism: Parallelism | None = None, **chosen: object) -> str:
 
 
 def test_what_is_not_predicted_is_said() -> None:
-    fsdp2 = Parallelism(engine=Engine.FSDP2)
-    assert "not predicted for fsdp2" in _refusal(fsdp2, lora_rank=8)
+    deepspeed = Parallelism(engine=Engine.DEEPSPEED)
+    assert "not predicted for deepspeed" in _refusal(deepspeed, lora_rank=8)
     assert "workload.frozen_layers 0 instead of 2" in _refusal(lora_rank=8, frozen_layers=2)
     assert "0 to 31" in _refusal(frozen_layers=32)
     whole = Parallelism(zero_stage=0)
