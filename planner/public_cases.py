@@ -1,9 +1,10 @@
 """What others measured: public reports of training runs, as plans beside what was seen.
 
-The file (recorded/public/training.json) holds `cases` and `left_out` (reason -> ids of reports). A
-case names its source, a plan, the counter that was read and either the bytes seen (one number, or
-[low, high]) or the outcome, and in `note` what the report leaves open. Several cases may come from
-one report.
+The file (recorded/public/training.json) holds `cases`, `not_planned` (report -> why a plan cannot
+say it, though the report is complete) and `left_out` (reason -> ids of reports). A case names its
+source, a plan, the counter that was read and either the bytes seen (one number, or [low, high]) or
+the outcome, and in `note` what the report leaves open. Several cases may come from one report.
+`differences` are what the reported run did otherwise than any plan can say, worked out in bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,27 @@ from planner.units import format_bytes
 
 COUNTERS = ("allocated", "reserved", "device", "outcome")
 OUTCOMES = ("ran", "out of memory")
+# A case that is off by more than this needs an explanation.
+FAR_OFF_PERCENT = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What a reported run held more, or less, than the plan: the product of `factors` in bytes."""
+
+    what: str
+    factors: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to add to the prediction; negative for what the run did without."""
+        return prod(self.factors)
+
+    @property
+    def text(self) -> str:
+        """The bytes, signed, and what they are, for a table."""
+        sign = "-" if self.size_bytes < 0 else "+"
+        return f"{sign}{format_bytes(abs(self.size_bytes))}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +60,7 @@ class PublicCase:
     high_bytes: int | None
     outcome: str | None
     note: str
+    differences: tuple[Difference, ...] = ()
 
     @property
     def measured_text(self) -> str:
@@ -60,11 +84,26 @@ class Answer:
     @property
     def error_percent(self) -> float | None:
         """Signed error against the nearest published value; 0 inside a published range."""
+        return self._error_percent(0)
+
+    @property
+    def explained_percent(self) -> float | None:
+        """The error that is left once the case's differences are counted."""
+        return self._error_percent(sum(d.size_bytes for d in self.case.differences))
+
+    @property
+    def is_far_off(self) -> bool:
+        """Whether the prediction misses the report by more than 10 %, or its outcome."""
+        error = self.error_percent
+        return self.error_text == "wrong" if error is None else abs(error) > FAR_OFF_PERCENT
+
+    def _error_percent(self, more_bytes: int) -> float | None:
         low, high = self.case.low_bytes, self.case.high_bytes
         if self.predicted_bytes is None or low is None or high is None:
             return None
-        nearest = min(max(self.predicted_bytes, low), high)
-        return 100 * (self.predicted_bytes - nearest) / nearest
+        predicted_bytes = self.predicted_bytes + more_bytes
+        nearest = min(max(predicted_bytes, low), high)
+        return 100 * (predicted_bytes - nearest) / nearest
 
     @property
     def predicted_text(self) -> str:
@@ -89,9 +128,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PublicCases:
-    """The cases of a file, and the reports that no case was made of, by reason."""
+    """The cases of a file, and the reports that no case was made of, with the reasons."""
 
     cases: tuple[PublicCase, ...]
+    not_planned: Mapping[str, str] = field(hash=False)
     left_out: Mapping[str, tuple[str, ...]] = field(hash=False)
 
     @property
@@ -123,7 +163,11 @@ def read_cases(path: Path) -> PublicCases:
     """Read a file of public cases; raises ValueError naming a case without a measurement."""
     data = json.loads(path.read_text())
     cases = tuple(_case(row) for row in data["cases"])
-    return PublicCases(cases, {reason: tuple(ids) for reason, ids in data["left_out"].items()})
+    return PublicCases(
+        cases=cases,
+        not_planned=data["not_planned"],
+        left_out={reason: tuple(ids) for reason, ids in data["left_out"].items()},
+    )
 
 
 def _case(row: Mapping[str, Any]) -> PublicCase:
@@ -144,4 +188,8 @@ def _case(row: Mapping[str, Any]) -> PublicCase:
         high_bytes=high,
         outcome=row.get("outcome"),
         note=row["note"],
+        differences=tuple(
+            Difference(what=found["what"], factors=tuple(found["factors"]))
+            for found in row.get("differences", ())
+        ),
     )

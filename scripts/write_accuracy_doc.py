@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from planner.error_history import (
     history_table,
     inside_without_itself,
 )
+from planner.public_cases import FAR_OFF_PERCENT as PUBLIC_FAR_OFF_PERCENT
 from planner.public_cases import Answer, PublicCases, read_cases
 from planner.records import RecordedRow, read_file
 from planner.verdict import State
@@ -210,23 +211,66 @@ def _history(history: Mapping[str, Any], report: AccuracyReport) -> Iterator[str
 
 
 def _public(cases: PublicCases) -> Iterator[str]:
-    yield "\n## What others measured\n"
-    yield (
-        "Public reports of training runs that say enough to be planned, in "
-        "`recorded/public/training.json`. They are not ours, not on our versions, and leave things "
-        "open, which explains more than 10 %; a range was printed as one.\n"
-    )
     answers = list(cases.answers())
+    yield "\n## What others measured\n"
+    yield from _public_summary(cases, answers)
     yield "| case | plan | counter | measured | predicted | error |\n|---|---|---|--:|--:|--:|"
     for answer in answers:
         yield _public_line(answer)
+    yield from _public_far_off(answers)
     yield from _listed("What the reports leave open", ((a.case.note, a) for a in answers))
     refused = [(a.refusal, a) for a in answers if a.refusal]
     if refused:
         yield from _listed("Not predicted", refused)
-    number = sum(len(ids) for ids in cases.left_out.values())
-    yield f"\n### Left out\n\n{number} of {number + cases.num_reports} reports.\n"
-    yield "| why | cases |\n|---|--:|"
+    yield from _public_left_out(cases)
+
+
+def _public_summary(cases: PublicCases, answers: Sequence[Answer]) -> Iterator[str]:
+    left_out = sum(len(ids) for ids in cases.left_out.values())
+    complete = cases.num_reports + len(cases.not_planned)
+    predicted = [answer for answer in answers if answer.refusal is None]
+    yield (
+        f"Of {complete + left_out} public reports {complete} are of training runs and say enough; "
+        f"{cases.num_reports} of them can be said as plans, in {len(answers)} cases "
+        f"(`recorded/public/training.json`). **{len(predicted)} of {len(answers)} cases are "
+        "predicted.** They are not ours and not on our versions; a range was printed as one or as a "
+        "rounded number, and the error is to its nearer end.\n"
+    )
+    errors = [abs(a.error_percent) for a in predicted if a.error_percent is not None]
+    near = sum(error <= PUBLIC_FAR_OFF_PERCENT for error in errors)
+    outcomes = [a.error_text for a in predicted if a.case.outcome]
+    words = ", ".join(f"{outcomes.count(word)} {word}" for word in ("right", "open", "wrong"))
+    yield (
+        f"Of {len(errors)} with bytes, {near} are within {PUBLIC_FAR_OFF_PERCENT:.0f} % (mean "
+        f"absolute error of all {sum(errors) / len(errors):.1f} %). Of {len(outcomes)} that say "
+        f"whether a run fitted: {words} (open: the verdict is tight).\n"
+    )
+
+
+def _public_far_off(answers: Sequence[Answer]) -> Iterator[str]:
+    yield f"\n### What explains more than {PUBLIC_FAR_OFF_PERCENT:.0f} %\n"
+    yield (
+        "What the run did otherwise than a plan can say, worked out in bytes, and the error that "
+        "is left with it. Where nothing is worked out, the list below says what is known.\n"
+    )
+    yield "| case | error | the run, beside the plan | error left |\n|---|--:|---|--:|"
+    for answer in answers:
+        if not answer.is_far_off:
+            continue
+        found = answer.case.differences
+        what = "; ".join(difference.text for difference in found) or "not worked out"
+        left = f"{answer.explained_percent:+.1f} %" if found else "-"
+        yield f"| `{answer.case.id}` | {answer.error_text} | {what} | {left} |"
+
+
+def _public_left_out(cases: PublicCases) -> Iterator[str]:
+    yield "\n### Complete, but not to be said as a plan\n"
+    reasons: dict[str, list[str]] = {}
+    for report, reason in cases.not_planned.items():
+        reasons.setdefault(reason, []).append(report)
+    for reason, reports in reasons.items():
+        yield f"- {', '.join(reports)}: {reason}"
+    yield "\n### Left out\n\n| why | reports |\n|---|--:|"
     for reason, ids in cases.left_out.items():
         yield f"| {reason} | {len(ids)} |"
 
