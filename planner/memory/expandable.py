@@ -10,19 +10,21 @@ Nothing is unmapped until the memory is short: then every whole granule without 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from planner.memory.allocator import (
     LARGE_SEGMENT_BYTES,
-    ROUNDING_BYTES,
     SMALL_REQUEST_BYTES,
     SMALL_SEGMENT_BYTES,
     Block,
     CachingAllocator,
-    FreeBlocks,
     ReplayedOutOfMemoryError,
+    join,
+    rounded,
+    split,
 )
 
 # More addresses than any plan maps, in whole granules of either pool; ranges never touch.
@@ -35,13 +37,23 @@ class _Hole(Block):
     __slots__ = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Range:
     """The blocks of one stream and pool: free ones by size, holes by address."""
 
     granule_bytes: int
-    free: FreeBlocks = field(default_factory=list)
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
     holes: dict[int, _Hole] = field(default_factory=dict)
+
+    def give(self, block: Block) -> None:
+        """Add a block, and mark it as free."""
+        block.is_free = True
+        insort(self.free, (block.size_bytes, block.address, block))
+
+    def take(self, block: Block) -> None:
+        """Remove a block, and mark it as not free."""
+        block.is_free = False
+        del self.free[bisect_left(self.free, (block.size_bytes, block.address))]
 
 
 class ExpandableAllocator(CachingAllocator):
@@ -53,7 +65,7 @@ class ExpandableAllocator(CachingAllocator):
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
         """Give a block of `size_bytes` (positive), rounded to 512 B, on `stream`."""
-        size = -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        size = rounded(size_bytes)
         place = self._range(stream, size <= SMALL_REQUEST_BYTES)
         block = self._best_fit(place, size) or self._map(place, size)
         if block is None:
@@ -63,17 +75,37 @@ class ExpandableAllocator(CachingAllocator):
         if block is None:
             raise ReplayedOutOfMemoryError
         if block.size_bytes > size:
-            self._split(block, size)
+            split(block, size)
         self.allocated_bytes += size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
+
+    def serve(self, slots: Iterable[int], sizes: Iterable[int], blocks: list[Any]) -> None:
+        """Serve requests of the default stream in order; see `CachingAllocator.serve`."""
+        for slot, size in zip(slots, sizes, strict=True):
+            if size > 0:
+                blocks[slot] = self.allocate(size)
+            elif size and blocks[slot] is not None:
+                self.release(blocks[slot])
+                blocks[slot] = None
+
+    def state(self) -> Any:
+        """What decides how the same requests are served again; see `CachingAllocator.state`."""
+        ranges = [
+            (
+                [entry[:2] for entry in place.free],
+                sorted((h.address, h.size_bytes) for h in place.holes.values()),
+            )
+            for place in self._ranges.values()
+        ]
+        return self.reserved_bytes, self.allocated_bytes, self.num_retries, ranges
 
     def _range(self, stream: int, is_small: bool) -> _Range:
         found = self._ranges.get((stream, is_small))
         if found is None:
             found = _Range(SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES)
             start = (len(self._ranges) + 1) * 2 * _RANGE_BYTES
-            found.holes[start] = _Hole(start, _RANGE_BYTES, found.free)
+            found.holes[start] = _Hole(start, _RANGE_BYTES, found)
             self._ranges[stream, is_small] = found
         return found
 
@@ -102,7 +134,7 @@ class ExpandableAllocator(CachingAllocator):
         """Turn free blocks and holes from `start` on into one block of at least `size`."""
         block: Block | None = None
         if not isinstance(start, _Hole):
-            self._take(start)
+            place.take(start)
             block = start
         while block is None or block.size_bytes < size:
             hole = start if block is None else block.following
@@ -111,12 +143,12 @@ class ExpandableAllocator(CachingAllocator):
             mapped = self._map_hole(place, hole, min(missing, hole.size_bytes))
             if mapped is None:
                 if block is not None:
-                    self._give(block)
+                    place.give(block)
                 return None
             if block is not None:
-                self._join(block, mapped)
+                join(block, mapped)
                 mapped = block
-            block = self._joined_with_next(mapped)
+            block = _joined_with_next(mapped)
         return block
 
     def _map_hole(self, place: _Range, hole: _Hole, size: int) -> Block | None:
@@ -128,22 +160,15 @@ class ExpandableAllocator(CachingAllocator):
         self.reserved_bytes += mapped_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         del place.holes[hole.address]
-        block = Block(hole.address, mapped_bytes, place.free)
+        block = Block(hole.address, mapped_bytes, place)
         _link(hole.preceding, block)
         following: Block | None = hole.following
         if mapped_bytes < hole.size_bytes:
-            rest = _Hole(hole.address + mapped_bytes, hole.size_bytes - mapped_bytes, place.free)
+            rest = _Hole(hole.address + mapped_bytes, hole.size_bytes - mapped_bytes, place)
             place.holes[rest.address] = rest
             _link(rest, following)
             following = rest
         _link(block, following)
-        return block
-
-    def _joined_with_next(self, block: Block) -> Block:
-        following = block.following
-        if following is not None and following.is_free:
-            self._take(following)
-            self._join(block, following)
         return block
 
     def _unmap_all(self) -> None:
@@ -157,22 +182,30 @@ class ExpandableAllocator(CachingAllocator):
         first, last = -(-block.address // granule) * granule, end // granule * granule
         if first >= last:
             return
-        self._take(block)
+        place.take(block)
         self.reserved_bytes -= last - first
-        hole = _Hole(first, last - first, place.free)
+        hole = _Hole(first, last - first, place)
         before, after = block.preceding, block.following
         pieces: list[Block] = [hole]
         if first > block.address:
-            pieces.insert(0, Block(block.address, first - block.address, place.free))
+            pieces.insert(0, Block(block.address, first - block.address, place))
         if end > last:
-            pieces.append(Block(last, end - last, place.free))
+            pieces.append(Block(last, end - last, place))
         for left, right in zip((before, *pieces), (*pieces, after), strict=True):
             _link(left, right)
         for piece in pieces:
             if piece is not hole:
-                self._give(piece)
+                place.give(piece)
         place.holes[hole.address] = hole
         _merge_holes(place, hole)
+
+
+def _joined_with_next(block: Block) -> Block:
+    following = block.following
+    if following is not None and following.is_free:
+        following.pool.take(following)
+        join(block, following)
+    return block
 
 
 def _reach(block: Block) -> int:

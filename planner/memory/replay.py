@@ -1,18 +1,32 @@
 """Replay whole training steps through the caching allocator: allocated and reserved, to the block.
 
-The traced rows of each section run layer by layer between the engine's own allocations. Three steps
-are run: optimizer states appear in the first, and from the third on nothing changes.
+The traced requests of each section run layer by layer between the engine's own allocations. Three
+steps are run at most: optimizer states appear in the first, and from the third on nothing changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from planner.memory.allocator import CachingAllocator
 from planner.memory.expandable import ExpandableAllocator
-from planner.memory.groups import Place
-from planner.memory.sections import COMPONENTS, FLAT_GROUPS, Row, StepSequence, allocations
+from planner.memory.requests import (
+    EMBEDDING_GRADIENT,
+    FIRST_PRODUCT,
+    HEAD_GRADIENT,
+    LOSS_IS_BEHIND,
+    NO_CUT,
+    Integers,
+    Layout,
+    Section,
+    lay_out,
+    rounded_sizes,
+)
+from planner.memory.sections import FLAT_GROUPS, StepSequence
 from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
@@ -20,10 +34,7 @@ NUM_STEPS = 3
 # A third micro-batch finds what the second found. Where only the last one reduces, one is needed
 # between the first, which begins the gradients, and the last.
 MAX_MICRO_BATCHES, MAX_UNREDUCED_MICRO_BATCHES = 2, 3
-_GRADIENTS = COMPONENTS.index("gradients")
 Blocks = list[Any]
-# (component, monomial, bytes) allocates, (what, None) releases, (group,) marks a first gradient.
-Action = tuple[Any, ...]
 
 
 class Memory:
@@ -50,6 +61,11 @@ class Memory:
         """Whether something is held under `key`."""
         return key in self._held
 
+    def state(self) -> Any:
+        """What is held where, and the allocator's state: steps between equal states are equal."""
+        held = {key: (block.address, block.size_bytes) for key, block in self._held.items()}
+        return held, self.allocator.state()
+
 
 class EngineReplay(Protocol):
     """An engine's own allocations around the sections of a step."""
@@ -71,6 +87,9 @@ class EngineReplay(Protocol):
 
     def last_gradient(self, group: int, layer: int) -> None:
         """A parameter group's last gradient has been added."""
+
+    def before_backward_product(self) -> None:
+        """The first matrix product of a backward is next: the loss is behind."""
 
     def first_backward_product(self) -> None:
         """The first matrix product of a backward has its result."""
@@ -94,6 +113,15 @@ class Replayed:
     num_retries: int = 0
 
 
+class Requests:
+    """A layout with the sizes of one plan."""
+
+    def __init__(self, layout: Layout, sizes_bytes: Integers) -> None:
+        self.layout, self.sizes_bytes = layout, sizes_bytes
+        self.slots: list[int] = layout.slots.tolist()
+        self.rounded: list[int] = rounded_sizes(sizes_bytes).tolist()
+
+
 class ModelReplay:
     """Runs the traced sections of one model, layer by layer."""
 
@@ -112,144 +140,125 @@ class ModelReplay:
         """`later_steps`: of micro-batches that find gradients where the first found none."""
         self._engine, self._allocator = engine, memory.allocator
         self._sums_in_place = sums_in_place
-        monomials = sequence.steps.monomials
-        values = monomial_values(spec, monomials, micro_batch, sequence_length, lora_rank)
-        sizes = [round(value * 2) for value in values.tolist()]  # halves: head_dim may be odd
-        self._forward, self._backward = tuple(sequence.forward()), tuple(sequence.backward())
-        self._first_actions = _actions(sequence, sizes)
-        self._later_actions = _actions(later_steps, sizes) if later_steps else self._first_actions
-        self._actions = self._first_actions
+        self._sizes = micro_batch, sequence_length, lora_rank
         # Autograd holds the head's share of a tied weight until the embedding's has been added.
-        self._tied_row = (
-            _weight_gradient(sequence, Place("loss_backward")) if spec.tie_word_embeddings else -1
-        )
-        self._joining_row = _weight_gradient(sequence, Place("embed_backward"))
-        self._product_row = _first_product(sequence)
+        self._is_tied = spec.tie_word_embeddings
+        self._first = self._requests_of(spec, sequence)
+        self._later = self._requests_of(spec, later_steps) if later_steps else self._first
+        self._requests = self._first
         self._tied_block: Any = None
-        self._blocks: dict[Place, Blocks] = {}
+        self._blocks: Blocks = []
+
+    def _requests_of(self, spec: ModelSpec, sequence: StepSequence) -> Requests:
+        values = monomial_values(spec, sequence.steps.monomials, *self._sizes)
+        layout = lay_out(sequence)
+        return Requests(layout, self._sized(spec, layout, np.rint(values * 2).astype(np.int64)))
+
+    def _sized(self, spec: ModelSpec, layout: Layout, doubled_values: Integers) -> Integers:
+        """The sizes of all requests."""
+        sizes = layout.sizes_bytes(doubled_values)
+        if self._is_tied and EMBEDDING_GRADIENT not in layout.slot_of:
+            # A head tied to a frozen embedding is frozen too: it has no gradient.
+            slot = layout.slot_of.get(HEAD_GRADIENT)
+            sizes[(layout.slots == slot) & (sizes > 0)] = 0
+        return sizes
 
     def micro_batch(self, is_first: bool, is_last: bool) -> None:
         """Run forward and backward once, as the step's first or last micro-batch."""
-        self._actions = self._first_actions if is_first else self._later_actions
+        self._requests = self._first if is_first else self._later
+        layout = self._requests.layout
+        self._blocks = [None] * layout.num_slots
         self._engine.start_micro_batch(is_last)
-        for place in (*self._forward, *self._backward):
-            self._run(place)
+        self._run(layout.forward)
+        self._run(layout.backward)
 
-    def _run(self, place: Place) -> None:
-        self._engine.before(place.section, place.layer)
-        own: Blocks = []
-        self._blocks[place] = own
-        gradients: Blocks = []
-        for action in self._actions[place]:
-            if len(action) == 3:
-                self._allocate(place, action, own, gradients)
-            elif len(action) == 2:
-                for where, number in action[0]:
-                    self._release(self._blocks[where], number)
-            else:
-                self._mark(place, action[0])
-            if self._tied_block is not None and place.section == "embed_backward":
-                self._join_tied(own, gradients)
-        self._engine.after(place.section, place.layer, gradients)
+    def _run(self, sections: Sequence[Section]) -> None:
+        blocks, engine = self._blocks, self._engine
+        for section in sections:
+            name, layer = section.place
+            engine.before(name, layer)
+            for first, end, cut in section.stretches:
+                if first < end:
+                    self._serve(first, end)
+                if cut != NO_CUT:
+                    self._stop_at(cut, section)
+            gradients = [blocks[slot] for slot in section.gradient_slots]
+            engine.after(name, layer, [block for block in gradients if block is not None])
 
-    def _allocate(self, place: Place, action: Action, own: Blocks, gradients: Blocks) -> None:
-        is_tied = place.section == "loss_backward" and len(own) == self._tied_row
-        # A head tied to a frozen embedding is frozen too: it has no gradient.
-        is_frozen = is_tied and self._joining_row < 0
-        block = self._allocator.allocate(action[2]) if action[2] and not is_frozen else None
-        if is_tied:
-            self._tied_block, block = block, None
-        elif action[0] == _GRADIENTS:
-            gradients.append(block)
-        own.append(block)
-        if place.section == "loss_backward" and len(own) == self._product_row + 1:
+    def _serve(self, first: int, end: int) -> None:
+        requests = self._requests
+        self._allocator.serve(requests.slots[first:end], requests.rounded[first:end], self._blocks)
+
+    def _stop_at(self, cut: int, section: Section) -> None:
+        name, layer = section.place
+        if cut < len(FLAT_GROUPS):
+            if not self._is_tied or name != "loss_backward":
+                self._engine.first_gradient(cut, layer)
+        elif cut == LOSS_IS_BEHIND:
+            self._engine.before_backward_product()
+        elif cut == FIRST_PRODUCT:
             self._engine.first_backward_product()
+        elif cut == HEAD_GRADIENT:
+            if self._is_tied:
+                self._tied_block = self._taken_out(cut)
+        elif cut == EMBEDDING_GRADIENT:
+            self._join_tied()
+        else:
+            self._engine.last_gradient(cut - len(FLAT_GROUPS), layer)
 
-    def _release(self, blocks: Blocks, number: int) -> None:
-        block, blocks[number] = blocks[number], None
-        if block is not None:
-            self._allocator.release(block)
+    def _taken_out(self, cut: int) -> Any:
+        slot = self._requests.layout.slot_of[cut]
+        block, self._blocks[slot] = self._blocks[slot], None
+        return block
 
-    def _mark(self, place: Place, mark: int) -> None:
-        group = mark % len(FLAT_GROUPS)
-        if mark != group:
-            self._engine.last_gradient(group, place.layer)
-        elif place.section != "loss_backward" or self._tied_row < 0:
-            self._engine.first_gradient(group, place.layer)
-
-    def _join_tied(self, own: Blocks, gradients: Blocks) -> None:
+    def _join_tied(self) -> None:
         """Once the embedding's share exists both are summed, and what is left over is freed.
 
         Into the head's share where that is the result of autocast's cast; where it is the view that
         a product's backward gives, autograd makes a third tensor (read from allocator snapshots on
         an H200, torch 2.11; torch/csrc/autograd/input_buffer.cpp, accumulate).
         """
-        if len(own) <= self._joining_row:
+        head_share, self._tied_block = self._tied_block, None
+        if head_share is None:
             return
-        embedding_share, head_share = own[self._joining_row], self._tied_block
+        embedding_share = self._taken_out(EMBEDDING_GRADIENT)
         if self._sums_in_place:
             total = head_share
         else:
             total = self._allocator.allocate(head_share.size_bytes)
-        own[self._joining_row], self._tied_block = total, None
-        if embedding_share in gradients:
-            gradients[gradients.index(embedding_share)] = total
+        self._blocks[self._requests.layout.slot_of[EMBEDDING_GRADIENT]] = total
         self._allocator.release(embedding_share)
         if total is not head_share:
             self._allocator.release(head_share)
 
 
-def _actions(sequence: StepSequence, doubled_sizes: list[int]) -> dict[Place, list[Action]]:
-    """The rows of every place with sizes in bytes and with the tensors that each releases."""
-    return {
-        place: [_action(sequence, place, row, doubled_sizes) for row in sequence.rows(place)]
-        for place in (*sequence.forward(), *sequence.backward())
-    }
-
-
-def _action(sequence: StepSequence, place: Place, row: Row, doubled_sizes: list[int]) -> Action:
-    if len(row) == 3:
-        return (row[0], row[1], doubled_sizes[row[1]] * row[2] // 2)
-    return (sequence.released(place, row), None) if len(row) == 2 else (row[0],)
-
-
-def _weight_gradient(sequence: StepSequence, place: Place) -> int:
-    """Which allocation of a section is the gradient of a vocabulary-sized weight: the last such.
-
-    A loss in chunks adds to one buffer from the start: there it is the first.
-    """
-    found = -1
-    for number, row in enumerate(allocations(sequence.rows(place))):
-        names = sequence.steps.monomials[row[1]].split("*")
-        if "chunk" in names and found >= 0:
-            break
-        if "vocab" in names and "seq" not in names and "chunk" not in names:
-            found = number
-    return found
-
-
-def _first_product(sequence: StepSequence) -> int:
-    """Which allocation of the loss's backward is the first product's: the first not of logits."""
-    for number, row in enumerate(allocations(sequence.rows(Place("loss_backward")))):
-        names = sequence.steps.monomials[row[1]].split("*")
-        if len(names) > 1 and not {"vocab", "seq"} <= set(names):
-            return number
-    return -1
-
-
 def replay(
     model: ModelReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int
 ) -> Replayed:
-    """Build, then run NUM_STEPS steps; the peak is the last step's."""
-    engine.start()
+    """Build, then run steps; the peak is the last one's."""
     most = MAX_MICRO_BATCHES if engine.reduces_each else MAX_UNREDUCED_MICRO_BATCHES
     micro_batches = min(grad_accumulation, most)
-    for _ in range(NUM_STEPS):
-        memory.allocator.reset_peak()
+
+    def run_micro_batches() -> None:
         for index in range(micro_batches):
             model.micro_batch(is_first=index == 0, is_last=index == micro_batches - 1)
+
+    return replay_steps(engine, memory, run_micro_batches)
+
+
+def replay_steps(
+    engine: EngineReplay, memory: Memory, run_micro_batches: Callable[[], None]
+) -> Replayed:
+    """Build, then run up to NUM_STEPS steps; one that ends as it began is repeated for ever."""
+    allocator, found = memory.allocator, None
+    engine.start()
+    for _ in range(NUM_STEPS):
+        allocator.reset_peak()
+        run_micro_batches()
         engine.optimizer_step()
-    allocator = memory.allocator
+        before, found = found, memory.state()
+        if found == before:
+            break
     return Replayed(
         allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.num_retries
     )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from planner.memory.groups import Place
+import numpy as np
+
 from planner.memory.replay import (
-    NUM_STEPS,
-    Action,
     Blocks,
     EngineReplay,
     Memory,
     ModelReplay,
     Replayed,
+    replay_steps,
 )
+from planner.memory.requests import Integers, Layout, Section
 from planner.memory.sections import COMPONENTS, StepSequence
+from planner.model import ModelSpec
 from planner.rank import RankSpec
 
 _GRADIENTS = COMPONENTS.index("gradients")
@@ -32,63 +33,60 @@ class StageReplay(ModelReplay):
         self, spec: RankSpec, sequence: StepSequence, *arguments: Any, **options: Any
     ) -> None:
         super().__init__(spec, sequence, *arguments, **options)
-        for actions in (self._first_actions, self._later_actions):
-            for place in actions:
-                if not spec.runs(place.section) and place.section != "embed":
-                    actions[place] = _received(place, actions[place])
-        self._in_flight: dict[int, dict[Place, Blocks]] = {}
+        self._in_flight: dict[int, Blocks] = {}
+
+    def _sized(self, spec: ModelSpec, layout: Layout, doubled_values: Integers) -> Integers:
+        """The sizes of all requests; nothing where another stage runs, but for what it hands on."""
+        sizes = super()._sized(spec, layout, doubled_values)
+        assert isinstance(spec, RankSpec)
+        for section in (*layout.forward, *layout.backward):
+            name = section.place.section
+            if not spec.runs(name) and name != "embed":
+                _keep_received(layout, section, sizes)
+        return sizes
 
     def forward(self, index: int) -> None:
         """Run the forward of a step's micro-batch `index`."""
-        self._actions = self._first_actions
-        self._blocks = self._in_flight[index] = {}
-        for place in self._forward:
-            self._run(place)
+        self._requests = self._first
+        layout = self._requests.layout
+        self._blocks = self._in_flight[index] = [None] * layout.num_slots
+        self._run(layout.forward)
 
     def backward(self, index: int, is_last: bool) -> None:
         """Run its backward; the step's last micro-batch may reduce for all."""
-        self._actions = self._later_actions if index else self._first_actions
+        self._requests = self._later if index else self._first
         self._engine.start_micro_batch(is_last)
         self._blocks = self._in_flight.pop(index)
-        for place in self._backward:
-            self._run(place)
+        self._run(self._requests.layout.backward)
 
 
-def _received(place: Place, actions: Sequence[Action]) -> list[Action]:
-    """What happens where another stage runs: only what outlives it, but for gradients."""
-    releases = [released for action in actions if len(action) == 2 for released in action[0]]
-    own = {number for where, number in releases if where == place}
-    received: list[Action] = []
-    number = 0
-    for action in actions:
-        if len(action) == 3:
-            outlives = (
-                place.section == "loss_backward" and number not in own and action[0] != _GRADIENTS
-            )
-            received.append(action if outlives else (action[0], action[1], 0))
-            number += 1
-        else:
-            received.append(action)
-    return received
+def _keep_received(layout: Layout, section: Section, sizes_bytes: Integers) -> None:
+    """Drop what another stage allocates in a section, but for what it hands on.
+
+    That is what outlives the loss's backward and is no gradient of a weight.
+    """
+    here = section.span
+    slots, sizes = layout.slots[here], sizes_bytes[here]
+    received = np.zeros(len(slots), dtype=bool)
+    if section.place.section == "loss_backward":
+        released = slots[layout.factors[here] < 0]
+        received = ~np.isin(slots, released) & (layout.components[here] != _GRADIENTS)
+    sizes[(sizes > 0) & ~received] = 0
 
 
 def replay_stage(
     model: StageReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int, flying: int
 ) -> Replayed:
     """Build, then run steps in which up to `flying` micro-batches wait for their backward."""
-    engine.start()
     # One more than in flight repeats from there on; see MAX_UNREDUCED_MICRO_BATCHES.
     count = min(grad_accumulation, flying + (1 if engine.reduces_each else 2))
-    for _ in range(NUM_STEPS):
-        memory.allocator.reset_peak()
+
+    def run_micro_batches() -> None:
         for turn in range(count + flying - 1):
             if turn < count:
                 model.forward(turn)
             if turn >= flying - 1:
                 index = turn - flying + 1
                 model.backward(index, is_last=index == count - 1)
-        engine.optimizer_step()
-    allocator = memory.allocator
-    return Replayed(
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.num_retries
-    )
+
+    return replay_steps(engine, memory, run_micro_batches)

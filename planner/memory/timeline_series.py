@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.memory.groups import Place
 from planner.memory.parallel import is_split
-from planner.memory.replay import Action, Blocks, EngineReplay, Memory, ModelReplay, replay
+from planner.memory.replay import EngineReplay, Memory, ModelReplay, replay
 from planner.memory.replay_engines import build_replay
 from planner.memory.sections import COMPONENTS
 from planner.memory.step_sections import section_label, section_words
@@ -174,10 +173,18 @@ class _NamedMemory(Memory):
 class _NamedModel(ModelReplay):
     """Runs the traced sections and names every tensor by its row's component."""
 
-    def _allocate(self, place: Place, action: Action, own: Blocks, gradients: Blocks) -> None:
+    def _serve(self, first: int, end: int) -> None:
         named: Any = self._allocator
-        named.component = COMPONENTS[action[0]]
-        super()._allocate(place, action, own, gradients)
+        layout, blocks = self._requests.layout, self._blocks
+        sizes_bytes = self._requests.sizes_bytes[first:end].tolist()
+        slots, components = layout.slots[first:end], layout.components[first:end]
+        for slot, size, component in zip(slots, sizes_bytes, components, strict=True):
+            if size > 0:
+                named.component = COMPONENTS[component]
+                blocks[slot] = named.allocate(size)
+            elif size and blocks[slot] is not None:
+                named.release(blocks[slot])
+                blocks[slot] = None
         named.component = "gradients"  # two shares of one weight, summed
 
 

@@ -1,0 +1,167 @@
+"""A micro-batch as one flat list of requests to the allocator, cut where an engine may step in.
+
+Every tensor has a slot. What is the same for all sizes of a model is laid out once per template and
+layers; a plan adds only its sizes, all at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.memory.allocator import ROUNDING_BYTES
+from planner.memory.groups import Place
+from planner.memory.sections import COMPONENTS, MARKS, StepSequence, allocations
+
+# Cuts of a section beside its marks: behind the gradient of the head's weight in the loss's
+# backward, behind the first product there, behind the gradient of the embedding's weight; and before
+# that first product, where the gradient of the logits is all that is left of the loss.
+HEAD_GRADIENT, FIRST_PRODUCT, EMBEDDING_GRADIENT = range(len(MARKS), len(MARKS) + 3)
+LOSS_IS_BEHIND = len(MARKS) + 3
+NO_CUT = -1
+_RELEASE = -1
+_GRADIENTS = COMPONENTS.index("gradients")
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One section of a step: its `stretches` of requests, as (first, behind the last, cut)."""
+
+    place: Place
+    stretches: tuple[tuple[int, int, int], ...]
+    gradient_slots: tuple[int, ...]
+
+    @property
+    def span(self) -> slice:
+        """Where the section's requests are."""
+        return slice(self.stretches[0][0], self.stretches[-1][1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The requests of a micro-batch without their sizes, and where its sections are among them.
+
+    Request i is for slot `slots[i]`: `factors[i]` bytes times monomial `monomials[i]` for a tensor
+    of component `components[i]`; where the factor is negative it releases what is there. `slot_of`
+    gives by the cut behind it the slot of each gradient of a vocabulary-sized weight.
+    """
+
+    forward: tuple[Section, ...]
+    backward: tuple[Section, ...]
+    slots: Integers
+    factors: Integers
+    monomials: Integers
+    components: Integers
+    num_slots: int
+    slot_of: dict[int, int]
+
+    def sizes_bytes(self, doubled_values: Integers) -> Integers:
+        """The size of each request, from the values of all monomials; negative where it releases.
+
+        Values come twofold, for a head's dimension may be odd.
+        """
+        sizes: Integers = doubled_values[self.monomials] * self.factors // 2
+        sizes[self.factors < 0] = _RELEASE
+        return sizes
+
+
+def rounded_sizes(sizes_bytes: Integers) -> Integers:
+    """Round sizes up as the allocator does; releases stay negative."""
+    rounded: Integers = -(-sizes_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+    rounded[sizes_bytes < 0] = _RELEASE
+    return rounded
+
+
+@lru_cache(maxsize=64)
+def lay_out(sequence: StepSequence) -> Layout:
+    """Lay out the requests of a template's steps for a model's layers."""
+    return _Builder(sequence).layout()
+
+
+class _Builder:
+    """Numbers the tensors of all sections, then lays the sections out one behind the other."""
+
+    def __init__(self, sequence: StepSequence) -> None:
+        self._sequence = sequence
+        self._first_slot: dict[Place, int] = {}
+        self._num_slots = 0
+        for place in (*sequence.forward(), *sequence.backward()):
+            self._first_slot[place] = self._num_slots
+            self._num_slots += len(allocations(sequence.rows(place)))
+        loss, embed = Place("loss_backward"), Place("embed_backward")
+        numbers = {
+            (loss, HEAD_GRADIENT): _weight_gradient(sequence, loss),
+            (loss, FIRST_PRODUCT): _first_product(sequence, loss),
+            (embed, EMBEDDING_GRADIENT): _weight_gradient(sequence, embed),
+        }
+        self._cut_slots = {
+            cut: self._first_slot[place] + number
+            for (place, cut), number in numbers.items()
+            if number >= 0
+        }
+        # Of each request slot, factor, monomial and component.
+        self._requests: list[tuple[int, int, int, int]] = []
+
+    def layout(self) -> Layout:
+        """The finished layout."""
+        forward = tuple(self._section(place) for place in self._sequence.forward())
+        backward = tuple(self._section(place) for place in self._sequence.backward())
+        slots, factors, monomials, components = np.array(self._requests, dtype=np.int64).T.copy()
+        return Layout(
+            *(forward, backward, slots, factors, monomials, components),
+            num_slots=self._num_slots,
+            slot_of=self._cut_slots,
+        )
+
+    def _section(self, place: Place) -> Section:
+        requests, slot = self._requests, self._first_slot[place]
+        first, stretches, gradient_slots = len(requests), [], []
+        for row in self._sequence.rows(place):
+            cuts: list[int] = []
+            if len(row) == 1:
+                cuts = [row[0]]
+            elif len(row) == 2:
+                for where, number in self._sequence.released(place, row):
+                    requests.append((self._first_slot[where] + number, _RELEASE, 0, 0))
+            else:
+                if slot == self._cut_slots.get(FIRST_PRODUCT):
+                    stretches.append((first, len(requests), LOSS_IS_BEHIND))
+                    first = len(requests)
+                requests.append((slot, row[2], row[1], row[0]))
+                if row[0] == _GRADIENTS:
+                    gradient_slots.append(slot)
+                cuts = [cut for cut, behind in self._cut_slots.items() if behind == slot]
+                slot += 1
+            for cut in cuts:
+                stretches.append((first, len(requests), cut))
+                first = len(requests)
+        stretches.append((first, len(requests), NO_CUT))
+        return Section(place, tuple(stretches), tuple(gradient_slots))
+
+
+def _weight_gradient(sequence: StepSequence, place: Place) -> int:
+    """Which allocation of a section is the gradient of a vocabulary-sized weight: the last such.
+
+    A loss in chunks adds to one buffer from the start: there it is the first. -1: there is none.
+    """
+    found = -1
+    for number, row in enumerate(allocations(sequence.rows(place))):
+        names = sequence.steps.monomials[row[1]].split("*")
+        if "chunk" in names and found >= 0:
+            break
+        if "vocab" in names and "seq" not in names and "chunk" not in names:
+            found = number
+    return found
+
+
+def _first_product(sequence: StepSequence, place: Place) -> int:
+    """Which allocation of the loss's backward is the first product's: the first not of logits."""
+    for number, row in enumerate(allocations(sequence.rows(place))):
+        names = sequence.steps.monomials[row[1]].split("*")
+        if len(names) > 1 and not {"vocab", "seq"} <= set(names):
+            return number
+    return -1
