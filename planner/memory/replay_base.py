@@ -47,6 +47,9 @@ class EngineBase:
     def last_gradient(self, group: int, layer: int) -> None:
         """Nothing, where an engine reduces at the end of a section."""
 
+    def before_backward_product(self) -> None:
+        """Nothing, where an engine gathers at the ends of sections."""
+
     def first_backward_product(self) -> None:
         """Autograd's thread multiplies for the first time."""
         self._memory.take(("workspace", "backward"), self._workspace_bytes)
