@@ -29,6 +29,7 @@ _INT8_KV_SCALE_BYTES = 4
 PREFILL_CHUNK_TOKENS = 2048
 _ACTIVATION_ELEMENT_BYTES = 2
 _INT4_GROUP = 128
+_MXFP4_GROUP = 32
 
 _SEGMENT_BYTES = 2 * MIB_BYTES
 
@@ -163,7 +164,10 @@ def _formula(entries: list[LedgerEntry]) -> str:
     return f"{stored}, scales included" if len(elements) > 1 else stored
 
 
-def _is_quantised(parameter: ParameterShape) -> bool:
+def _is_quantised(spec: ModelSpec, parameter: ParameterShape, dtype: WeightsDtype) -> bool:
+    # GPT-OSS publishes its experts in MXFP4 and all else in bf16.
+    if dtype is WeightsDtype.MXFP4 and spec.num_experts and not is_expert(parameter):
+        return False
     # The router decides between experts on small differences: quantisers leave it alone.
     return (
         parameter.group == "layer"
@@ -186,12 +190,15 @@ def quantised_bytes(numel: int, inputs: int, outputs: int, dtype: WeightsDtype) 
 
     fp8: 1 B an element, one fp32 scale. int8: 1 B an element, one fp16 scale per output row.
     int4: half a byte an element; each group of 128 inputs of a row has an fp16 scale and a 4-bit
-    zero point.
+    zero point. mxfp4: half a byte an element, each group of 32 inputs of a row has a scale of one
+    byte (OCP Microscaling Formats specification 1.0).
     """
     if dtype is WeightsDtype.FP8:
         return numel + 4
     if dtype is WeightsDtype.INT8:
         return numel + 2 * outputs
+    if dtype is WeightsDtype.MXFP4:
+        return ceil(numel / 2) + ceil(inputs / _MXFP4_GROUP) * outputs
     groups = ceil(inputs / _INT4_GROUP) * outputs
     return ceil(numel / 2) + 2 * groups + ceil(groups / 2)
 
@@ -201,7 +208,7 @@ def _weight_entry(
 ) -> LedgerEntry:
     dtype = workload.weights_dtype
     plain = dtype in (WeightsDtype.BF16, WeightsDtype.FP16, WeightsDtype.FP32)
-    if plain or not _is_quantised(parameter):
+    if plain or not _is_quantised(spec, parameter, dtype):
         stored = dtype if plain else WeightsDtype.BF16
         element_bytes = 4 if stored is WeightsDtype.FP32 else 2
         one_bytes = parameter.numel * element_bytes

@@ -84,7 +84,7 @@ class Engine(StrEnum):
 
 
 class WeightsDtype(StrEnum):
-    """Element type of served weights."""
+    """Element type of served weights; `mxfp4` is that of GPT-OSS's experts, all else in bf16."""
 
     BF16 = "bf16"
     FP16 = "fp16"
@@ -92,6 +92,7 @@ class WeightsDtype(StrEnum):
     FP8 = "fp8"
     INT8 = "int8"
     INT4 = "int4"
+    MXFP4 = "mxfp4"
 
 
 class KvDtype(StrEnum):

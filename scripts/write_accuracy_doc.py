@@ -28,7 +28,9 @@ from planner.error_history import (
 )
 from planner.public_cases import FAR_OFF_PERCENT as PUBLIC_FAR_OFF_PERCENT
 from planner.public_cases import Answer, PublicCases, read_cases
+from planner.public_serving import ServingAnswer, ServingCases, read_serving_cases
 from planner.records import RecordedRow, read_file
+from planner.units import format_bytes
 from planner.verdict import State
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +62,7 @@ class Sources:
     explanations: Mapping[str, str]
     history: Mapping[str, Any]
     cases: PublicCases
+    serving: ServingCases
 
 
 def recorded_rows(directory: Path) -> list[RecordedRow]:
@@ -77,6 +80,7 @@ def gather(root: Path) -> Sources:
         explanations=json.loads((recorded / "explanations.json").read_text()),
         history=history_table(device_ratios(report)),
         cases=read_cases(recorded / "public" / "training.json"),
+        serving=read_serving_cases(recorded / "public" / "serving.json"),
     )
 
 
@@ -93,6 +97,7 @@ def render(sources: Sources) -> str:
         _far_off(report, sources.explanations),
         _history(sources.history, report),
         _public(sources.cases),
+        _public_serving(sources.serving),
     )
     return "\n".join([HEAD, *(line for part in parts for line in part)]) + "\n"
 
@@ -222,7 +227,7 @@ def _public(cases: PublicCases) -> Iterator[str]:
     refused = [(a.refusal, a) for a in answers if a.refusal]
     if refused:
         yield from _listed("Not predicted", refused)
-    yield from _public_left_out(cases)
+    yield from _not_planned(cases.not_planned, cases.left_out)
 
 
 def _public_summary(cases: PublicCases, answers: Sequence[Answer]) -> Iterator[str]:
@@ -263,16 +268,82 @@ def _public_far_off(answers: Sequence[Answer]) -> Iterator[str]:
         yield f"| `{answer.case.id}` | {answer.error_text} | {what} | {left} |"
 
 
-def _public_left_out(cases: PublicCases) -> Iterator[str]:
+def _not_planned(
+    not_planned: Mapping[str, str], left_out: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
     yield "\n### Complete, but not to be said as a plan\n"
     reasons: dict[str, list[str]] = {}
-    for report, reason in cases.not_planned.items():
+    for report, reason in not_planned.items():
         reasons.setdefault(reason, []).append(report)
     for reason, reports in reasons.items():
         yield f"- {', '.join(reports)}: {reason}"
     yield "\n### Left out\n\n| why | reports |\n|---|--:|"
-    for reason, ids in cases.left_out.items():
+    for reason, ids in left_out.items():
         yield f"| {reason} | {len(ids)} |"
+
+
+def _public_serving(cases: ServingCases) -> Iterator[str]:
+    answers = list(cases.answers())
+    complete = cases.num_reports + len(cases.not_planned)
+    yield "\n## What others measured of serving engines\n"
+    yield (
+        f"Of {complete + sum(map(len, cases.left_out.values()))} reports {complete} say enough; "
+        f"{cases.num_reports} of them can be planned, in {len(answers)} cases, all predicted "
+        "(`recorded/public/serving.json`). What the engine counted beside weights and cache "
+        "(activations, NCCL) is taken from the report, as it belongs to the engine's version. "
+        "Per GPU; the error of the cache is that of its tokens, or of its bytes where no tokens are "
+        "printed.\n"
+    )
+    yield from _serving_summary(answers)
+    yield (
+        "| case | engine | weights | predicted | error | B a token | predicted | cache | predicted "
+        "| error | started | predicted |\n"
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|---|"
+    )
+    for answer in answers:
+        yield _serving_line(answer)
+    yield "\n### What these reports leave open\n"
+    notes: dict[str, list[str]] = {}
+    for answer in answers:
+        notes.setdefault(answer.case.note, []).append(answer.case.id)
+    for note, ids in notes.items():
+        yield f"- {', '.join(f'`{name}`' for name in ids)}: {note}"
+    yield from _not_planned(cases.not_planned, cases.left_out)
+
+
+def _serving_summary(answers: Sequence[ServingAnswer]) -> Iterator[str]:
+    weights = [abs(a.weights_percent) for a in answers if a.weights_percent is not None]
+    cache = [abs(a.capacity_percent) for a in answers if a.capacity_percent is not None]
+    starts = [a for a in answers if a.case.outcome is not None]
+    right = sum(a.case.outcome == a.outcome for a in starts)
+    yield (
+        f"Weights: {len(weights)} cases, mean absolute error {sum(weights) / len(weights):.2f} %, "
+        f"worst {max(weights):.1f} %. Cache: {len(cache)} cases, {sum(cache) / len(cache):.2f} %, "
+        f"worst {max(cache):.1f} %. Whether a request of the length was accepted: {right} of "
+        f"{len(starts)} right.\n"
+    )
+
+
+def _serving_line(answer: ServingAnswer) -> str:
+    case = answer.case
+    cells = (
+        f"`{case.id}` ({case.source})",
+        case.label,
+        *(_size(case.weights_bytes), _size(answer.weights_bytes), _signed(answer.weights_percent)),
+        "-" if case.token_bytes is None else f"{case.token_bytes:,}",
+        f"{answer.token_bytes:,}",
+        *(_size(case.pool_bytes), _size(answer.pool_bytes), _signed(answer.capacity_percent)),
+        *(case.outcome or "-", (case.outcome and answer.outcome) or "-"),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _signed(percent: float | None) -> str:
+    return "-" if percent is None else f"{percent:+.2f} %"
 
 
 def _listed(title: str, said: Iterable[tuple[str, Answer]]) -> Iterator[str]:

@@ -86,7 +86,7 @@ SERVE_OPTIONS: Mapping[str, Any] = {
         {
             "context": ("Serving: tokens per sequence.", int),
             "sequences": ("Serving: sequences at once.", int),
-            "weights_dtype": ("Serving: bf16, fp16, fp32, fp8, int8 or int4.", str),
+            "weights_dtype": ("Serving: bf16, fp16, fp32, fp8, int8, int4 or mxfp4.", str),
             "kv_dtype": ("Serving: bf16, fp16, fp32, fp8 or int8.", str),
             "utilization": ("Serving: share of the GPU that it may take, 0.01 to 1.", float),
         }

@@ -151,6 +151,21 @@ def test_a_group_that_is_not_full_has_its_own_scale() -> None:
     assert quantised_bytes(3 * 130, 130, 3, WeightsDtype.INT4) == 195 + 2 * 6 + 3
 
 
+def test_mxfp4_stores_experts_with_a_scale_of_one_byte_for_each_32_inputs() -> None:
+    assert quantised_bytes(40 * 3, 40, 3, WeightsDtype.MXFP4) == 60 + 2 * 3
+    spec = resolve_model("openai/gpt-oss-20b")
+    # Per layer 32 experts of 2880 x 5760 and 2880 x 2880 at 4.25 bits an element.
+    experts = 24 * 32 * (2880 * 5760 + 2880 * 2880)
+    weights = memory_of(spec, weights_dtype=WeightsDtype.MXFP4).weights_bytes
+    assert weights == experts * 17 // 32 + 2 * (spec.parameters - experts)
+
+
+def test_mxfp4_stores_every_matrix_of_a_dense_model_s_layers() -> None:
+    weights = memory_of(weights_dtype=WeightsDtype.MXFP4).weights_bytes
+    linear = 32 * LLAMA_LINEAR_PER_LAYER
+    assert weights == linear * 17 // 32 + 2 * (LLAMA_PARAMETERS - linear)
+
+
 def test_gpt2_stores_inputs_as_rows() -> None:
     spec = resolve_model("gpt2")
     rows = 3 * 768 + 768 + 3072 + 768
