@@ -9,16 +9,13 @@ from importlib.resources import files
 
 import numpy as np
 
-from planner.families import parameter_shapes
 from planner.hardware import Gpu
-from planner.memory.ddp import bucket_bytes, model_order
-from planner.memory.deepspeed import reductions
-from planner.memory.deepspeed_fetch import steady_fetches
 from planner.memory.parallel import group_size
 from planner.model import ModelSpec
 from planner.operations import Numbers
+from planner.payloads import Payload, element_bytes, step_payloads
 from planner.rank import RankSpec
-from planner.workload import Checkpointing, Engine, Parallelism, Precision, TrainingWorkload
+from planner.workload import Checkpointing, Parallelism, Precision, TrainingWorkload
 
 # Between nodes: one 400 Gb/s port per GPU, the usual network of eight-GPU H100 and H200 nodes.
 _NETWORK_ID = "infiniband-ndr400"
@@ -63,87 +60,6 @@ def link_notes(gpu: Gpu, world_size: int) -> list[str]:
     return notes
 
 
-def _element_bytes(engine: Engine, precision: Precision) -> tuple[int, int]:
-    """Return the bytes per parameter that gathers and reductions carry."""
-    compute = 2 if precision in (Precision.MIXED, Precision.BF16) else 4
-    if engine is Engine.FSDP2 and precision is Precision.MIXED:
-        return 2, 4
-    return compute, compute
-
-
-def _ddp_volumes(
-    spec: ModelSpec, workload: TrainingWorkload, engine: Engine
-) -> list[tuple[str, float, int]]:
-    """DDP's, as `_volumes`: all-reduces P bucket by bucket for every micro-batch it syncs (2P).
-
-    ZeroRedundancyOptimizer broadcasts every parameter after the step (P more).
-    """
-    element_bytes = _element_bytes(engine, workload.precision)[1]
-    parameters = [tensor for _, tensor in model_order(spec, element_bytes)]
-    rounds = workload.grad_accumulation if workload.sync_each_micro_batch else 1
-    buckets = len(bucket_bytes([tensor.numel * element_bytes for tensor in reversed(parameters)]))
-    volume = float(spec.parameters) * element_bytes
-    reductions = ("all_reduce", 2 * volume * rounds, buckets * rounds)
-    if engine is Engine.DDP:
-        return [reductions]
-    return [("broadcast", volume, len(parameters)), reductions]
-
-
-def _deepspeed_volumes(
-    spec: ModelSpec, workload: TrainingWorkload, stage: int
-) -> list[tuple[str, float, int]]:
-    """DeepSpeed's, as `_volumes`: stages 1 and 2 all-reduce each bucket (2P) and gather P.
-
-    Stage 1 reduces after the last micro-batch only. Stage 3 reduce-scatters its buckets (P) and
-    gathers what its coordinator fetches, up to 2P: what stays for the backward is gathered once.
-    """
-    rounds = workload.grad_accumulation
-    buckets = sum(len(filled) for filled in reductions(spec).values())
-    size_bytes = 2.0 * spec.parameters
-    if stage < 3:
-        rounds = rounds if stage == 2 else 1
-        reduced = ("all_reduce", 2 * size_bytes * rounds, buckets * rounds)
-        return [("all_gather", size_bytes, 1), reduced]
-    fetches = steady_fetches(spec, workload.checkpointing is Checkpointing.FULL)
-    gathered = 2.0 * fetches.gathered_numel * rounds
-    scattered = ("reduce_scatter", size_bytes * rounds, buckets * rounds)
-    return [("all_gather", gathered, fetches.calls * rounds), scattered]
-
-
-def _volumes(
-    spec: ModelSpec, workload: TrainingWorkload, engine: Engine, stage: int
-) -> list[tuple[str, float, int]]:
-    """Return (collective, bytes before the ring factor, calls) of one step.
-
-    With P parameters and k micro-batches. Stage 0 reduces and gathers P once (2P). Stage 1
-    reduce-scatters P and gathers the updated P once (2P). Stage 2 reduce-scatters P for every
-    micro-batch and gathers P once. Stage 3 gathers the layers for forward and backward, embedding
-    and head once, and reduce-scatters P, all for every micro-batch (3P without the ends). FSDP2
-    reduces for every micro-batch; its stage 2 gathers P for each forward.
-    """
-    if engine in (Engine.DDP, Engine.ZERO_REDUNDANCY):
-        return _ddp_volumes(spec, workload, engine)
-    if engine is Engine.DEEPSPEED:
-        return _deepspeed_volumes(spec, workload, stage)
-    gather_bytes, reduce_bytes = _element_bytes(engine, workload.precision)
-    total, groups = spec.parameters, spec.num_layers + 2
-    layers = sum(p.total_numel for p in parameter_shapes(spec) if p.group == "layer")
-    rounds = workload.grad_accumulation
-    if stage == 0:
-        return [("all_reduce", 2.0 * total * reduce_bytes, groups)]
-    reductions = rounds if stage >= 2 else 1
-    scatter = (
-        "reduce_scatter",
-        float(total) * reduce_bytes * reductions,
-        groups * reductions,
-    )
-    if stage == 3:
-        gathered = float(total + layers) * gather_bytes * rounds
-        return [("all_gather", gathered, (groups + spec.num_layers) * rounds), scatter]
-    gathers = rounds if engine is Engine.FSDP2 else 1
-    return [("all_gather", float(total) * gather_bytes * gathers, groups * gathers), scatter]
-
-
 def step_collectives(
     spec: ModelSpec,
     workload: TrainingWorkload,
@@ -158,11 +74,29 @@ def step_collectives(
     """
     ring = (world_size - 1.0) / world_size
     rate = link_bytes_s(gpu, world_size * group_size(parallelism))
-    volumes = _volumes(spec, workload, parallelism.engine, parallelism.zero_stage)
+    ranks = np.asarray(world_size, dtype=np.int64)
+    found = step_payloads(
+        spec,
+        workload,
+        parallelism.engine,
+        parallelism.zero_stage,
+        ranks if ranks.ndim else int(ranks),
+    )
     return [
-        Collective(collective=name, bytes=volume * ring, count=count, time_s=volume * ring / rate)
-        for name, volume, count in volumes
+        _sent(payload, _RING_PASSES.get(payload.collective, 1) * ring, rate) for payload in found
     ]
+
+
+# A ring all-reduce passes every byte twice: to be summed, then to be shared.
+_RING_PASSES = {"all_reduce": 2}
+
+
+def _sent(payload: Payload, share: Numbers, rate: Numbers) -> Collective:
+    size_bytes = payload.bytes * share
+    count = payload.calls if np.ndim(payload.calls) else int(payload.calls)
+    return Collective(
+        collective=payload.collective, bytes=size_bytes, count=count, time_s=size_bytes / rate
+    )
 
 
 def group_collectives(
@@ -205,7 +139,7 @@ def _context_sum(
     gpus = parallelism.context_parallel
     if gpus == 1:
         return []
-    _, reduce_bytes = _element_bytes(parallelism.engine, workload.precision)
+    _, reduce_bytes = element_bytes(parallelism.engine, workload.precision)
     size_bytes = 2.0 * (gpus - 1) / gpus * spec.parameters * reduce_bytes
     return [_timed("context_all_reduce", size_bytes, 1, gpu, gpus * parallelism.tensor_parallel)]
 
