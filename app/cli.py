@@ -14,6 +14,7 @@ from app.commands import (
     prove,
     runs,
     sweep,
+    trace,
     worker,
 )
 from app.commands.output import fail_with
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan.plan_command)
 app.command("sweep")(sweep.sweep_command)
+app.command("trace")(trace.trace_command)
 app.command("prove")(prove.prove_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")

@@ -35,6 +35,7 @@ from planner.config_keys import (
 from planner.errors import PlanError, describe_key
 from planner.families import SUPPORTED_FAMILIES, count_parameters
 from planner.model import LatentAttention, ModelSpec
+from planner.traced import spec_from_config_of_other, spec_of_refused
 
 MAX_CONFIG_BYTES = 1_000_000
 MAX_PARAMETERS = 2**46
@@ -431,9 +432,38 @@ def spec_from_config(
     Keys that are absent take the class default of transformers (data/config_defaults.json).
     Raises PlanError naming the field for anything missing, malformed or not modelled.
     """
+    if has_no_family(check_mapping("model.config", config)):
+        return _other_spec(config, name, overrides or {})
     text = canonical_json("model.config", check_mapping("model.config", config))
     edits = check_mapping("model.overrides", overrides or {})
-    return _cached_spec(check_text("model.name", name), text, canonical_json("model", edits))
+    try:
+        return _cached_spec(check_text("model.name", name), text, canonical_json("model", edits))
+    except PlanError:
+        # A model of a known family with something that the family's template has not.
+        other = None if edits else spec_of_refused(config, name=name)
+        if other is None:
+            raise
+        return other
+
+
+def has_no_family(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration names an architecture that no template of ours is for."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind not in (*SUPPORTED_FAMILIES, "gemma3")
+
+
+def _other_spec(
+    config: Mapping[str, Any], name: str, overrides: Mapping[str, Any]
+) -> ModelSpec:
+    spec = spec_from_config_of_other(config, name=check_text("model.name", name))
+    if overrides:
+        key = describe_key(next(iter(overrides)))
+        sentence = (
+            f"model.overrides.{key} cannot be edited: {spec.family} is planned as it was traced; "
+            "change its config.json and trace that."
+        )
+        raise PlanError("model.overrides", key, "none", sentence=sentence)
+    return spec
 
 
 def _text_part(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from planner.model import ModelSpec, ParameterShape
 from planner.rank import RankSpec
+from planner.traced import parameters_of
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -321,6 +322,8 @@ def parameter_shapes(spec: ModelSpec) -> tuple[ParameterShape, ...]:
     Tied weights are listed once. Groups are "embedding" (input embedding modules), "layer" and
     "head" (final norm, untied head).
     """
+    if spec.trace is not None:
+        return parameters_of(spec)
     ends = _ENDS.get(spec.family, _Ends())
     embedding, head = _embedding_and_head(spec, ends)
     shapes = (

@@ -70,7 +70,9 @@ class ModelSpec:
     is 0 for a dense model; `expert_size` is the width of one expert, `shared_expert_size` that of
     the experts which every token visits. Where experts are in several `expert_groups`, a token
     chooses `groups_per_token` of them first. `rotary_dim` elements of a head are rotated, none with
-    learned positions. `flags` are sentences about what was noticed in the configuration.
+    learned positions. `flags` are sentences about what was noticed in the configuration. `trace`
+    names what a model of no family was traced as (`planner.traced`); what only families know of
+    their models is then 0.
     """
 
     name: str
@@ -103,6 +105,7 @@ class ModelSpec:
     parameters: int
     hf_config: Mapping[str, Any] = field(hash=False)
     flags: tuple[str, ...] = ()
+    trace: str | None = None
 
     @property
     def query_size(self) -> int:

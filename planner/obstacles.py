@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from planner.engines import check_engine, check_stage
 from planner.errors import PlanError, describe_value
-from planner.memory.templates import has_template, has_templates, load_moments, traced
+from planner.memory.templates import (
+    has_template,
+    has_templates,
+    load_moments,
+    template_family,
+    traced,
+)
 from planner.model import ModelSpec
 from planner.splits import check_splits
 from planner.untraced import untraced
 from planner.variants import check_variants
-from planner.workload import Attention, Checkpointing, Parallelism, TrainingWorkload, flat_dict
+from planner.workload import (
+    Attention,
+    Checkpointing,
+    Engine,
+    Parallelism,
+    TrainingWorkload,
+    flat_dict,
+)
 
 MAX_TRITON_HEAD_DIM = 256
 
@@ -105,7 +118,7 @@ def _check_checkpointing(workload: TrainingWorkload) -> None:
 
 def _check_traced(model: ModelSpec) -> None:
     """Raise PlanError for a family of which no training step has been traced."""
-    if not has_templates(model.family):
+    if not has_templates(template_family(model)):
         sentence = (
             f"model.family is {model.family}: its training step has not been traced yet; it can be "
             "planned for serving."
@@ -125,8 +138,34 @@ def _is_traced(model: ModelSpec, workload: TrainingWorkload) -> bool:
     return True
 
 
+def _check_own_trace(
+    model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism
+) -> None:
+    """Raise PlanError for what is planned of families only, where a model was traced by itself."""
+    if model.trace is None:
+        return
+    checks = {
+        "workload.attention": (str(workload.attention), Attention.TRITON, "eager or sdpa"),
+        "parallelism.engine": (str(parallelism.engine), Engine.DEEPSPEED, "peakmark, fsdp2 or ddp"),
+    }
+    for name, (value, refused, allowed) in checks.items():
+        if value == refused:
+            reason = f"it is planned for families with templates, and {model.family} was traced"
+            sentence = f"{name} is {value!r}: {reason} by itself; use {allowed}."
+            raise PlanError(name, value, allowed, sentence=sentence)
+    degrees = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    for name in (name for name in degrees if getattr(parallelism, name) > 1):
+        value = getattr(parallelism, name)
+        sentence = (
+            f"parallelism.{name} is {value}: how {model.family}, which was traced by itself, is "
+            "split over GPUs is not predicted; use 1."
+        )
+        raise PlanError(f"parallelism.{name}", value, "1", sentence=sentence)
+
+
 def _check_choices(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError for choices that exclude each other, traced or not."""
+    _check_own_trace(model, workload, parallelism)
     check_engine(workload, parallelism)
     check_variants(model, workload, parallelism)
     _check_checkpointing(workload)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from planner.families import parameter_shapes
 from planner.model import ModelSpec
+from planner.traced import forward_flops, step_costs
 from planner.workload import Attention, Checkpointing, Optimizer, Precision, TrainingWorkload
 
 Numbers = float | NDArray[np.float64]
@@ -350,6 +351,8 @@ def training_costs(
     The backward of a product is two products of its size; with full checkpointing every layer's
     forward runs once more.
     """
+    if spec.trace is not None:
+        return _traced_costs(spec, workload, b, s)
     sizes = element_sizes(workload.precision)
     layers = layer_costs(spec, workload.attention, sizes, b, s)
     forward = [
@@ -369,6 +372,20 @@ def training_costs(
     ]
 
 
+def _traced_costs(
+    spec: ModelSpec, workload: TrainingWorkload, b: Numbers, s: Numbers
+) -> list[Cost]:
+    """Return what a traced step's operations cost: FLOPs of products, bytes read and written by all.
+
+    The traced backward has the recomputation in it.
+    """
+    count = float(workload.grad_accumulation)
+    return [
+        Cost(name=name, flops=flops * count, bytes=moved * count)
+        for name, flops, moved in step_costs(spec, workload, b, s)
+    ]
+
+
 def model_flops(spec: ModelSpec, b: Numbers, s: Numbers) -> Any:
     """Return the FLOPs that one micro-batch of training needs, whatever the kernels do.
 
@@ -376,6 +393,8 @@ def model_flops(spec: ModelSpec, b: Numbers, s: Numbers) -> Any:
     heads) x causal pairs for attention: the numerator of MFU (Chowdhery et al., PaLM, appendix B,
     causal pairs only).
     """
+    if spec.trace is not None:
+        return 3.0 * forward_flops(spec, b, s)
     sizes = element_sizes(Precision.BF16)
     products = [*projection_costs(spec, sizes, b * s), end_costs(spec, sizes, b * s)[1]]
     widths = spec.query_size + spec.attended_size

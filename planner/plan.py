@@ -100,7 +100,12 @@ def _parse_model_text(text: str) -> tuple[ModelSpec, dict[str, Any]]:
 
 
 def _parse_model(value: object) -> tuple[ModelSpec, dict[str, Any]]:
-    return _parse_model_text(canonical_json("model", check_mapping("model", value)))
+    text = canonical_json("model", check_mapping("model", value))
+    spec, source = _parse_model_text(text)
+    if spec.trace is not None:
+        # The model may have been traced anew since.
+        return _parse_model_text.__wrapped__(text)
+    return spec, source
 
 
 def _parse_training(values: Mapping[str, Any]) -> TrainingWorkload:
@@ -177,6 +182,15 @@ def _parse_parallelism(values: Mapping[str, Any]) -> Parallelism:
     return parallelism
 
 
+def _check_served(model: ModelSpec) -> None:
+    if model.trace is not None:
+        sentence = (
+            f"job is 'serve': {model.family} was traced for training, and what serving it keeps is "
+            "known of families with templates only; plan its training."
+        )
+        raise PlanError("job", "serve", "train", sentence=sentence)
+
+
 _PLAN_FIELDS = frozenset(("schema", "job", "model", "workload", "parallelism", "hardware"))
 
 
@@ -200,6 +214,7 @@ def parse_plan(mapping: object) -> Plan:
         workload = _parse_training(given)
         check_training(model, workload, parallelism)
     else:
+        _check_served(model)
         workload = _parse_serving(given)
         check_parallelism(parallelism)
         check_whole(parallelism)

@@ -65,7 +65,7 @@ def describe_model(spec: ModelSpec) -> dict[str, Any]:
     plain = {
         name: getattr(spec, name)
         for name in ModelSpec.__dataclass_fields__
-        if name not in ("hf_config", "flags", "sliding_layers", "expert_layers", "latent")
+        if name not in ("hf_config", "flags", "sliding_layers", "expert_layers", "latent", "trace")
     }
     return {
         **plain,

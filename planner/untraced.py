@@ -11,6 +11,7 @@ from typing import Any
 from planner.errors import PlanError
 from planner.memory.kinds import layer_kinds
 from planner.model import ModelSpec
+from planner.traced import traced_model
 from planner.workload import Attention, Checkpointing, Loss, Precision, TrainingWorkload, flat_dict
 
 Works = Callable[[TrainingWorkload], bool]
@@ -84,9 +85,16 @@ def _refusal(
     also = "".join(f", or workload.{other} {_words(found)}" for other, found in others)
     sentence = (
         f"workload.{name} is {value!r}: a training step of {model.family} with this and the other "
-        f"choices has not been traced; use {allowed}{also}."
+        f"choices has not been traced; use {allowed}{also}{_or_trace_it(model, name)}."
     )
     return PlanError(f"workload.{name}", value, allowed, sentence=sentence)
+
+
+def _or_trace_it(model: ModelSpec, name: str) -> str:
+    """What else can be done where the model was traced by itself."""
+    if model.trace is None or name not in ("attention", "precision", "checkpointing"):
+        return ""
+    return f", or run `peakmark trace` with --{name}"
 
 
 def _refusal_of_several(
@@ -104,6 +112,8 @@ def _refusal_of_several(
 
 
 def _refusal_of_model(model: ModelSpec, workload: TrainingWorkload) -> PlanError:
+    if model.trace is not None:
+        return _refusal_of_length(model, workload)
     kinds = ", ".join(dict.fromkeys(layer_kinds(model, workload)))
     sentence = (
         f"model is '{model.name}': a training step of {model.family} with {model.num_layers} "
@@ -111,6 +121,17 @@ def _refusal_of_model(model: ModelSpec, workload: TrainingWorkload) -> PlanError
         "of layers, or plan it for serving."
     )
     return PlanError("model", model.name, "a traced order of layers", sentence=sentence)
+
+
+def _refusal_of_length(model: ModelSpec, workload: TrainingWorkload) -> PlanError:
+    name, length = "workload.sequence_length", workload.sequence_length
+    found = {(v.first, v.last) for v in traced_model(model).file.variants}
+    allowed = " or ".join(f"{first} to {last}" for first, last in sorted(found))
+    sentence = (
+        f"{name} is {length}: {model.family} was traced for other lengths; use {allowed}, or run "
+        "`peakmark trace` for its other choices."
+    )
+    return PlanError(name, length, allowed, sentence=sentence)
 
 
 def _shown(value: Any) -> Any:

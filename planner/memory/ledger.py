@@ -21,6 +21,7 @@ from planner.memory.templates import (
     Traced,
     load_saved,
     monomial_values,
+    template_family,
     template_versions,
 )
 from planner.memory.timeline import EngineStates, Moment
@@ -109,9 +110,10 @@ def entries(
 def _state_entries(
     spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
 ) -> Iterator[Entry]:
-    sizes = Precisions.of(workload.precision, parallelism.engine)
-    for group, count, kept, stepped, optimizer_states in states.held_numels():
-        yield _state_entry(f"{group} parameters", kept, sizes.parameter, count, "parameters")
+    sizes = Precisions.of(workload.precision, parallelism.engine, parallelism.zero_stage)
+    for group, count, kept, stepped, optimizer_states, itemsize in states.held_numels():
+        stored = itemsize or sizes.parameter
+        yield _state_entry(f"{group} parameters", kept, stored, count, "parameters")
         if sizes.master and stepped:
             yield _state_entry(f"{group} master weights", stepped, sizes.master, count, "optimizer")
         for state in optimizer_states:
@@ -147,7 +149,10 @@ def _saved_entries(
         count = sum(_is_alive(kept, place) for kept in tensor.places)
         if count > 0:
             one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
-            yield _saved_entry(tensor, spec.num_layers, count, round(one_bytes * count))
+            sides = tensor.shape
+            if spec.trace is None:
+                sides = tuple(_STAND_INS.get(side, side) for side in sides)
+            yield _saved_entry(tensor, sides, spec.num_layers, count, round(one_bytes * count))
 
 
 def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_length: Any) -> Parts:
@@ -165,9 +170,10 @@ def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_len
     return parts
 
 
-def _saved_entry(tensor: SavedTensor, num_layers: int, count: int, size_bytes: int) -> Entry:
+def _saved_entry(
+    tensor: SavedTensor, sides: tuple[str, ...], num_layers: int, count: int, size_bytes: int
+) -> Entry:
     section = tensor.places[0].section
-    sides = tuple(_STAND_INS.get(side, side) for side in tensor.shape)
     shape = " x ".join(sides)
     return Entry(
         name=f"{_where(tensor, num_layers)}: {tensor.module} ({tensor.op})",
@@ -248,8 +254,8 @@ def formulas(
     spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, peak: Moment
 ) -> dict[str, str]:
     """One line per part: how its bytes come about, with the numbers in it."""
-    sizes = Precisions.of(workload.precision, parallelism.engine)
     stage, ranks = parallelism.zero_stage, parallelism.world_size
+    sizes = Precisions.of(workload.precision, parallelism.engine, stage)
     total = f"{sum_parameters(spec):,} parameters"
     # Experts that several ranks split are sharded over fewer of them: as all experts over all ranks.
     spread = f"{sum_parameters(with_all_experts(spec)):,} parameters"
@@ -273,7 +279,7 @@ def formulas(
         f"{_words(peak.place)}" + _over(ranks, stage >= 2, " once reduced"),
         "gathered": f"whole parameters of the units in use in {_words(peak.place)}",
         "activations": f"tensors saved for backward: {tokens}, {layers}, traced from the real "
-        f"module of transformers {template_versions(spec.family)['transformers']}",
+        f"module of transformers {template_versions(template_family(spec))['transformers']}",
         "attention": f"scores: {workload.micro_batch} x {spec.num_heads} heads x "
         f"{workload.sequence_length:,} squared, per layer",
         "logits": f"{tokens} x {spec.vocab_size:,} vocabulary, the copies alive at once",

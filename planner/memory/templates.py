@@ -21,6 +21,7 @@ from planner.errors import PlanError
 from planner.memory.groups import Place
 from planner.memory.kinds import SLIDING, kind_set, layer_kinds
 from planner.memory.losses import chunk_tokens
+from planner.memory.partial_sums import is_partial_sums, partial_sums_value
 from planner.memory.sections import (
     COMPONENTS,
     FLAT_GROUPS,
@@ -31,12 +32,18 @@ from planner.memory.sections import (
 )
 from planner.model import ModelSpec
 from planner.rank import RankSpec
+from planner.traced import find_variant, trace_data
 from planner.workload import Loss, Precision, TrainingWorkload
 
 Floats = npt.NDArray[np.float64]
 
+# Of a model that is traced at its own dimensions, all that is no row, token or vocabulary is in the
+# coefficient: a factor of one that tells such tensors from those of a few elements per token.
+WIDTH = "width"
 # Families of which every model has its key-value heads in the same proportion to its query heads.
 ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon", "deepseek_v2", "deepseek_v3")
+# Families whose small models have one key-value head: expanding it to all heads copies nothing.
+ONE_KEY_VALUE_HEAD = ("gemma3_text",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +88,19 @@ class Moments:
         return bool(self.flat_key[row] >> FLAT_GROUPS.index(flat_group) & 1)
 
 
+# What stands for a family's name where a model was traced by itself, before the trace's own.
+_TRACE = "trace:"
+
+
+def template_family(spec: ModelSpec) -> str:
+    """The name under which a model's templates are: its family's, or that of its own trace."""
+    return spec.family if spec.trace is None else _TRACE + spec.trace
+
+
 @lru_cache(maxsize=16)
 def _family_file(family: str) -> Mapping[str, Any]:
+    if family.startswith(_TRACE):
+        return trace_data(family.removeprefix(_TRACE))
     text = resources.files("planner.memory").joinpath(f"templates/{family}.json").read_text()
     data: Mapping[str, Any] = json.loads(text)
     return data
@@ -97,6 +115,8 @@ def has_template(template: Traced) -> bool:
 @cache
 def has_templates(family: str) -> bool:
     """Whether a training step of this family has been traced."""
+    if family.startswith(_TRACE):
+        return True
     return resources.files("planner.memory").joinpath(f"templates/{family}.json").is_file()
 
 
@@ -110,9 +130,11 @@ def traced(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) ->
     """The template that a workload runs at a sequence length; `mixed` computes in bf16."""
     mixed = workload.precision is Precision.MIXED
     compute = "bf16" if mixed else str(workload.precision)
+    if spec.trace is not None:
+        return _traced_by_itself(spec, workload, compute, sequence_length)
     kinds = layer_kinds(spec, workload, sequence_length)
-    attention = attention_variant(spec, str(workload.attention), compute, kinds)
-    attention += layout_suffix(spec, workload.micro_batch)
+    attention = attention_variant(spec, workload, compute, kinds)
+    attention += layout_suffix(spec, attention, workload.micro_batch)
     parts = [attention, compute, str(workload.checkpointing)]
     if workload.loss is not Loss.HF:
         parts.append(str(workload.loss))
@@ -121,26 +143,54 @@ def traced(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) ->
     return Traced(spec.family, "/".join(parts), kinds)
 
 
-def attention_variant(spec: ModelSpec, attention: str, compute: str, kinds: Sequence[str]) -> str:
+def _traced_by_itself(
+    spec: ModelSpec, workload: TrainingWorkload, compute: str, sequence_length: int
+) -> Traced:
+    """The template of a model with its own trace; one that is not there, where it was not traced."""
+    key = "/".join((str(workload.attention), compute, str(workload.checkpointing)))
+    changed = {
+        "loss": workload.loss is not Loss.HF,
+        "lora": workload.lora_rank > 0,
+        "frozen": workload.frozen_layers > 0,
+        "every": workload.checkpoint_every > 1,
+    }
+    key = "/".join((key, *(name for name, is_so in changed.items() if is_so)))
+    variant = find_variant(spec, key, workload.micro_batch, sequence_length)
+    if variant is None:
+        return Traced(template_family(spec), key, layer_kinds(spec, workload, sequence_length))
+    return Traced(template_family(spec), variant.name, variant.kinds)
+
+
+def attention_variant(
+    spec: ModelSpec, workload: TrainingWorkload, compute: str, kinds: Sequence[str]
+) -> str:
     """The traced attention variant of a model with these kinds of layers.
 
-    Eager attention, and SDPA with the mask of a sliding window, copy K and V unless every query
-    head has its own. In fp32, SDPA has no fused kernel for grouped heads and keeps the scores.
+    Eager attention, and SDPA with the mask of a sliding window or of packed rows, copy K and V
+    unless every query head has its own. In fp32, SDPA has no fused kernel for grouped heads and
+    keeps the scores.
     """
+    attention = str(workload.attention)
     masked = attention == "sdpa" and any(SLIDING in kind for kind in kinds)
     told_apart = attention == "eager" or masked or (attention, compute) == ("sdpa", "fp32")
-    if told_apart and spec.family not in ONE_GROUPING and spec.num_heads == spec.num_kv_heads:
+    if workload.packed:
+        attention, told_apart = f"{attention}_packed", True
+    if not told_apart or spec.family in ONE_GROUPING:
+        return attention
+    if spec.num_heads == spec.num_kv_heads:
         return attention + "_mha"
-    return attention
+    one_head = spec.num_kv_heads == 1 and spec.family in ONE_KEY_VALUE_HEAD
+    return attention + "_mqa" if one_head else attention
 
 
-def layout_suffix(spec: ModelSpec, micro_batch: int) -> str:
+def layout_suffix(spec: ModelSpec, attention: str, micro_batch: int) -> str:
     """What a traced attention variant's name ends in for the layouts of single families.
 
     Falcon's one key-value head serves all heads: expanding it copies, except for a batch of one
-    row. DeepSeek's small models project queries in one step.
+    row. So do the products of eager attention with the one head that Gemma 3's smallest models have.
+    DeepSeek's small models project queries in one step.
     """
-    if spec.family == "falcon" and micro_batch == 1:
+    if micro_batch == 1 and (spec.family == "falcon" or attention == "eager_mqa"):
         return "_single"
     return "_direct" if spec.latent is not None and spec.latent.q_rank is None else ""
 
@@ -225,9 +275,14 @@ def _latent_sizes(spec: ModelSpec) -> dict[str, float]:
     if latent is None:
         return {}
     return {
+        "half_nope_dim": latent.nope_dim / 2,
+        "quarter_qk_dim": spec.head_dim / 4,
+        "value_dim": latent.value_dim,
+        "nope_and_value": latent.nope_dim + latent.value_dim,
+        "half_kv_rank": latent.kv_rank / 2,
+        "quarter_kv_rank_and_rotary": (latent.kv_rank + latent.rope_dim) / 4,
         "nope_dim": latent.nope_dim,
         "qk_dim": spec.head_dim,
-        "value_dim": latent.value_dim,
         "half_nope_and_value": (latent.nope_dim + latent.value_dim) / 2,
         "kv_rank": latent.kv_rank,
         "kv_rank_and_rotary": latent.kv_rank + latent.rope_dim,
@@ -257,6 +312,7 @@ def monomial_values(
         "hidden": spec.hidden_size,
         "ffn": spec.intermediate_size,
         "vocab": spec.vocab_size,
+        WIDTH: 1.0,
         "positions": spec.position_rows,
         "lora_rank": lora_rank,
         "chunk": chunk_tokens(micro_batch * sequence_length, spec.vocab_size),
@@ -264,6 +320,9 @@ def monomial_values(
     one = np.ones(np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length)))
     rows = []
     for monomial in monomials:
+        if is_partial_sums(monomial):
+            rows.append(partial_sums_value(monomial, sizes) * one)
+            continue
         value: Any = spec.share_of(monomial) if isinstance(spec, RankSpec) else 1.0
         for name in filter(None, monomial.split("*")):
             value = value * sizes[name]

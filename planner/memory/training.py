@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -314,7 +314,9 @@ def training_grid(
     peak = np.zeros(shape)
     worlds = np.array(world_sizes, dtype=np.int64)[:, None, None]
     batches = np.array(micro_batches, dtype=np.float64)[:, None]
-    keys = [traced(spec, workload, length) for length in sequence_lengths]
+    # Where one row runs other operations than several, a grid is of several.
+    rows = replace(workload, micro_batch=max(micro_batches))
+    keys = [traced(spec, rows, length) for length in sequence_lengths]
     for key in set(keys):
         columns = [i for i, other in enumerate(keys) if other == key]
         lengths = np.array([sequence_lengths[i] for i in columns], dtype=np.float64)
