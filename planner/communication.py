@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 
 import numpy as np
 
 from planner.hardware import Gpu
+from planner.interconnects import interconnect
 from planner.memory.parallel import group_size
 from planner.model import ModelSpec
 from planner.operations import Numbers
-from planner.payloads import Payload, element_bytes, step_payloads
+from planner.payloads import Payload, step_payloads
 from planner.rank import RankSpec
 from planner.workload import Checkpointing, Parallelism, Precision, TrainingWorkload
 
 # Between nodes: one 400 Gb/s port per GPU, the usual network of eight-GPU H100 and H200 nodes.
-_NETWORK_ID = "infiniband-ndr400"
+NETWORK_ID = "infiniband-ndr400"
 # Where a card's own link is unknown: the slowest link of the table that joins GPUs of a node.
 _FALLBACK_LINK_ID = "pcie4-x16"
 
@@ -33,17 +31,10 @@ class Collective:
     time_s: Numbers
 
 
-@cache
-def _table_rate_bytes_s(link_id: str) -> float:
-    rows = json.loads(files("planner").joinpath("data/interconnects.json").read_text())
-    rates = {row["id"]: row["per_gpu_bandwidth_each_direction_bytes_s"] for row in rows}
-    return float(rates[link_id])
-
-
 def link_bytes_s(gpu: Gpu, world_size: Numbers) -> Numbers:
     """Return the slowest link of a ring: within a node the card's own, beyond it the network."""
-    own = gpu.interconnect_bytes_s or _table_rate_bytes_s(_FALLBACK_LINK_ID)
-    across = min(own, _table_rate_bytes_s(_NETWORK_ID))
+    own = gpu.interconnect_bytes_s or interconnect(_FALLBACK_LINK_ID).bytes_s
+    across = min(own, interconnect(NETWORK_ID).bytes_s)
     return np.where(np.asarray(world_size) > gpu.gpus_per_node, across, own)
 
 
@@ -67,14 +58,15 @@ def step_collectives(
     gpu: Gpu,
     world_size: Numbers,
 ) -> list[Collective]:
-    """Return the collectives of one step; a ring sends (N-1)/N of each volume per rank.
+    """Return the collectives of one step; a ring of N GPUs sends (N-1)/N of each volume per GPU.
 
     `world_size` may be an array and stands in for the one in `parallelism`. `spec` is the part of
-    the model that one GPU holds.
+    the model that one GPU holds. GPUs of a context group share the state as data-parallel ones do.
     """
-    ring = (world_size - 1.0) / world_size
+    sharers = world_size * parallelism.context_parallel
+    ring = (sharers - 1.0) / sharers
     rate = link_bytes_s(gpu, world_size * group_size(parallelism))
-    ranks = np.asarray(world_size, dtype=np.int64)
+    ranks = np.asarray(sharers, dtype=np.int64)
     found = step_payloads(
         spec,
         workload,
@@ -83,12 +75,12 @@ def step_collectives(
         ranks if ranks.ndim else int(ranks),
     )
     return [
-        _sent(payload, _RING_PASSES.get(payload.collective, 1) * ring, rate) for payload in found
+        _sent(payload, RING_PASSES.get(payload.collective, 1) * ring, rate) for payload in found
     ]
 
 
 # A ring all-reduce passes every byte twice: to be summed, then to be shared.
-_RING_PASSES = {"all_reduce": 2}
+RING_PASSES = {"all_reduce": 2}
 
 
 def _sent(payload: Payload, share: Numbers, rate: Numbers) -> Collective:
@@ -125,23 +117,11 @@ def group_collectives(
         _expert_volume(spec, parallelism, passes),
         _pipeline_volume(spec, parallelism),
     )
-    inside = [
+    return [
         _timed(name, tokens * float(width * element * rounds), count * rounds, gpu, gpus)
         for name, width, count, gpus in rows
         if width
     ]
-    return [*inside, *_context_sum(spec, workload, parallelism, gpu)]
-
-
-def _context_sum(
-    spec: RankSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
-) -> list[Collective]:
-    gpus = parallelism.context_parallel
-    if gpus == 1:
-        return []
-    _, reduce_bytes = element_bytes(parallelism.engine, workload.precision)
-    size_bytes = 2.0 * (gpus - 1) / gpus * spec.parameters * reduce_bytes
-    return [_timed("context_all_reduce", size_bytes, 1, gpu, gpus * parallelism.tensor_parallel)]
 
 
 # (collective, elements that a GPU sends per token and micro-batch, calls, GPUs that take part)

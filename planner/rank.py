@@ -52,7 +52,9 @@ class RankSpec(ModelSpec):
         names = set(monomial.split("*"))
         if names == {"batch", "seq", "hidden"}:
             return 1 / self.hidden_shards
-        is_weight = "experts" in names and not names.isdisjoint(("ffn", "moe_ffn"))
+        # DeepSeek's experts are counted as groups times the experts of a group.
+        counts_experts = "experts" in names or {"expert_groups", "group_experts"} <= names
+        is_weight = counts_experts and not names.isdisjoint(("ffn", "moe_ffn"))
         return 1 / self.expert_shards if is_weight else 1.0
 
 

@@ -147,7 +147,8 @@ def _operations(
 ) -> tuple[OperationTime, ...]:
     """Return the operations of one GPU of a pipeline's stage, and how long it waits for others."""
     b, s = float(workload.micro_batch), float(workload.sequence_length)
-    update = _update_cost(part, workload, parallelism.zero_stage, float(parallelism.world_size))
+    sharers = float(parallelism.world_size * parallelism.context_parallel)
+    update = _update_cost(part, workload, parallelism.zero_stage, sharers)
     costs = _micro_batch_costs(part, workload, parallelism, b, s)
     worked = time_operations(costs, peak, gpu.mem_bandwidth_bytes_s)
     waited_s = sum(op.time_s for op in worked) * _bubble(parallelism, workload)
@@ -267,7 +268,8 @@ def _step_times_s(
     world, b, s = axes
     costs = _micro_batch_costs(part, workload, parallelism, b, s)
     compute = sum(roofline_s(cost, peak, gpu.mem_bandwidth_bytes_s) for cost in costs)
-    update = _update_cost(part, workload, parallelism.zero_stage, world)
+    sharers = world * parallelism.context_parallel
+    update = _update_cost(part, workload, parallelism.zero_stage, sharers)
     sent = [
         *step_collectives(part, workload, parallelism, gpu, world),
         *group_collectives(part, workload, parallelism, gpu, b * s / parallelism.context_parallel),

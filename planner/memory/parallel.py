@@ -28,6 +28,16 @@ def group_size(parallelism: Parallelism) -> int:
     )
 
 
+def state_sharing(parallelism: Parallelism) -> Parallelism:
+    """The plan as engines share training state: over data- and context-parallel GPUs alike.
+
+    GPUs of a context group hold the same parameters, so ZeRO cuts the state over all of them
+    (Megatron-LM's distributed optimizer, torchtitan's `dp_shard_cp` mesh).
+    """
+    shards = parallelism.world_size * parallelism.context_parallel
+    return replace(parallelism, world_size=shards, context_parallel=1)
+
+
 def rank_workload(workload: TrainingWorkload, parallelism: Parallelism) -> TrainingWorkload:
     """The workload of one GPU: its tokens of each sequence."""
     if parallelism.context_parallel == 1:

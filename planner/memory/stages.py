@@ -19,6 +19,7 @@ from planner.memory.parallel import (
     is_split,
     rank_workload,
     stage_specs,
+    state_sharing,
 )
 from planner.memory.templates import Traced, traced
 from planner.memory.training import (
@@ -151,7 +152,7 @@ def _stage_memory(
     segment_share: float | None,
 ) -> TrainingMemory:
     """Predict the step of one GPU; `workload` is its own."""
-    plan = part, workload, parallelism, hardware
+    plan = part, workload, state_sharing(parallelism), hardware
     if not is_split(parallelism):
         return training_memory(*plan, segment_share)
     key = traced(part, workload, workload.sequence_length)
@@ -190,7 +191,7 @@ def step_grid(
 ) -> dict[str, npt.NDArray[np.int64]]:
     """Predict a grid of plans, each by its worst pipeline stage; see `training_grid`."""
     worst: dict[str, npt.NDArray[np.int64]] = {}
-    own = rank_workload(workload, parallelism)
+    own, context = rank_workload(workload, parallelism), parallelism.context_parallel
     for stage, part in enumerate(stage_specs(spec, parallelism)):
         flying = in_flight(workload, parallelism, stage)
         for beside_at in _cases(part, own, parallelism, flying):
@@ -198,11 +199,13 @@ def step_grid(
                 part,
                 own,
                 parallelism.engine,
-                *(zero_stages, world_sizes, micro_batches),
-                [length // parallelism.context_parallel for length in sequence_lengths],
+                zero_stages,
+                [ranks * context for ranks in world_sizes],
+                micro_batches,
+                [length // context for length in sequence_lengths],
                 hardware,
                 segment_share,
-                gpus_per_rank=group_size(parallelism),
+                gpus_per_rank=group_size(parallelism) // context,
                 beside_at=beside_at if is_split(parallelism) else None,
             )
             worst = {name: np.maximum(worst.get(name, 0), sizes) for name, sizes in found.items()}

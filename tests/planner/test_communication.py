@@ -185,10 +185,18 @@ def test_tensor_parallel_layers_sum_twice_forward_and_twice_backward() -> None:
 def test_a_ring_passes_keys_and_values_on_and_in_the_backward_their_gradients_too() -> None:
     # (4 - 1) steps of 1,024 tokens x 2 x 1,024 columns x 2 B: once forward, twice backward.
     sent = 32 * 3 * 3 * 1024 * 2 * 1024 * 2
-    assert inside({"context_parallel": 4}) == {
-        "ring_exchange": (sent, 32 * 3 * 3),
-        "context_all_reduce": (2 * 3 / 4 * 2 * P, 1),
-    }
+    assert inside({"context_parallel": 4}) == {"ring_exchange": (sent, 32 * 3 * 3)}
+
+
+def test_gradients_are_summed_over_context_parallel_gpus_as_over_data_parallel_ones() -> None:
+    def sent(world_size: int, context: int) -> list[tuple[str, float]]:
+        parallelism = Parallelism(zero_stage=2, world_size=world_size, context_parallel=context)
+        spec = stage_specs(LLAMA, parallelism)[0]
+        world = float(world_size)
+        found = step_collectives(spec, TrainingWorkload(), parallelism, H200, world)
+        return [(item.collective, float(item.bytes)) for item in found]
+
+    assert sent(2, 4) == sent(8, 1) != sent(2, 1)
 
 
 def test_stages_send_activations_forward_and_gradients_back() -> None:

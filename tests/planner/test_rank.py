@@ -113,6 +113,20 @@ def test_expert_parallel_ranks_share_experts_but_not_their_router() -> None:
     assert both.parameters == experts // 8 + (rest - whole) // 2 + whole
 
 
+def test_a_stage_of_deepseek_v3_holds_what_zhang_and_su_print() -> None:
+    # "Memory Analysis on the Training Course of DeepSeek Models" (arXiv 2502.07846), section 3 and table 6:
+    # four layers of experts, each divided over 8 ranks; a shared expert and the router on all.
+    spec = resolve_model("deepseek-ai/DeepSeek-V3")
+    stage = part(spec, 1, pipeline_parallel=16, expert_parallel=8)
+    assert stage.num_layers == 4 and all(stage.expert_layers)
+    shapes = parameter_shapes(stage)
+    mixture = sum(p.total_numel for p in shapes if ".mlp." in p.name)
+    norms = sum(p.total_numel for p in shapes if "norm" in p.name)
+    assert (mixture, norms) == (5_820_645_376, 65_536)
+    # Their section 3.2 at one tensor-parallel GPU: 318,767,104 x 2 that divide and 110,886,912 that do not.
+    assert stage.parameters - mixture - norms == 2 * 318_767_104 + 110_886_912
+
+
 def test_context_parallel_gpus_share_the_tokens() -> None:
     workload = TrainingWorkload(sequence_length=8192, micro_batch=3)
     shared = rank_workload(workload, Parallelism(context_parallel=4))
