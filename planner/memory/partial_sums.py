@@ -18,7 +18,7 @@ PREFIX = "sum"
 # Multiprocessors and the threads each runs at once: an H200's (NVIDIA H100 architecture paper).
 _MULTIPROCESSORS, _THREADS_EACH = 132, 2048
 _WARP, _MOST_THREADS, _MOST_VECTOR = 32, 512, 4
-_MOST_ADDRESSED_BYTES = 2**31 - 1
+_MOST_ADDRESSED_BYTES = 2**31
 # Values that a thread adds up: it is given no fewer, and no more where blocks can share them.
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
 

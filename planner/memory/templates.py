@@ -43,7 +43,7 @@ WIDTH = "width"
 # Families of which every model has its key-value heads in the same proportion to its query heads.
 ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon", "deepseek_v2", "deepseek_v3")
 # Families whose small models have one key-value head: expanding it to all heads copies nothing.
-ONE_KEY_VALUE_HEAD = ("gemma3_text",)
+ONE_KEY_VALUE_HEAD: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

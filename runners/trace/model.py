@@ -14,7 +14,15 @@ from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.losses import install_chunked_loss
 from runners.trace.losses import install_fused_loss
 from runners.trace.patterns import Pattern, pattern_fields, prepare_layers, traits
-from runners.trace.symbols import HEAD_DIM, HEADS, HIDDEN, PRIMES, ROTARY_DIM
+from runners.trace.symbols import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_RANK,
+    NOPE_DIM,
+    PRIMES,
+    ROTARY_DIM,
+)
 from runners.trace.variants import Variant
 
 # These derive the head size from the hidden size, so their hidden size is heads * head_dim.
@@ -38,6 +46,11 @@ def _dense_fields(variant: Variant) -> dict[str, Any]:
         for key in ("num_key_value_heads", "head_dim"):
             fields.pop(key, None)
     return fields
+
+
+def _one_key_value_head() -> dict[str, Any]:
+    """The fields of a model whose group of query heads is all of them."""
+    return {"num_attention_heads": PRIMES["group"], "num_key_value_heads": 1}
 
 
 def _own_fields(variant: Variant) -> dict[str, Any]:
@@ -91,8 +104,8 @@ def _latent_fields(variant: Variant) -> dict[str, Any]:
     return {
         "num_key_value_heads": HEADS,
         "q_lora_rank": None if "_direct" in variant.attention else PRIMES["q_rank"],
-        "kv_lora_rank": PRIMES["kv_rank"],
-        "qk_nope_head_dim": PRIMES["nope_dim"],
+        "kv_lora_rank": KV_RANK,
+        "qk_nope_head_dim": NOPE_DIM,
         "qk_rope_head_dim": ROTARY_DIM,
         "v_head_dim": PRIMES["value_dim"],
         "moe_intermediate_size": PRIMES["moe_ffn"],
@@ -105,6 +118,8 @@ def config_fields(variant: Variant, pattern: Pattern) -> dict[str, Any]:
     """The Hugging Face config fields of the traced model."""
     fields = {} if variant.family == "gpt2" else _dense_fields(variant)
     fields |= _own_fields(variant)
+    if "_mqa" in variant.attention:
+        fields |= _one_key_value_head()
     fields |= {"vocab_size": PRIMES["vocab"], "tie_word_embeddings": False}
     if variant.family == "mistral":
         fields["sliding_window"] = None

@@ -33,12 +33,13 @@ PRIMES: Mapping[str, int] = {
     "group_experts": 83,
     "chosen_groups": 41,
     # Latent attention; sums of two widths are sizes of their own.
-    "nope_dim": 79,
-    "qk_dim": 137,  # nope_dim + 2 * half_rotary
-    "value_dim": 67,
-    "half_nope_and_value": 73,
-    "kv_rank": 109,
-    "kv_rank_and_rotary": 167,
+    # Complex numbers are viewed in rows of these widths, so the widths are even.
+    "half_nope_dim": 149,
+    "quarter_qk_dim": 89,  # (nope_dim + rotary_dim) / 4
+    "value_dim": 103,
+    "nope_and_value": 401,
+    "half_kv_rank": 173,
+    "quarter_kv_rank_and_rotary": 101,
     "q_rank": 113,
     "lora_rank": 131,
     "chunk": 127,  # tokens that a chunked loss takes at once
@@ -47,6 +48,7 @@ HIDDEN = PRIMES["hidden_per_head"] * PRIMES["kv_heads"] * PRIMES["group"]
 HEAD_DIM = 2 * PRIMES["half_head_dim"]
 HEADS = PRIMES["kv_heads"] * PRIMES["group"]
 ROTARY_DIM = 2 * PRIMES["half_rotary"]
+NOPE_DIM, KV_RANK = 2 * PRIMES["half_nope_dim"], 2 * PRIMES["half_kv_rank"]
 KNOWN_DIMS: Mapping[int, str] = {
     HIDDEN: "hidden",
     HEAD_DIM: "head_dim",
@@ -58,9 +60,13 @@ KNOWN_DIMS: Mapping[int, str] = {
     2 * PRIMES["moe_ffn"]: "2*moe_ffn",
     PRIMES["expert_groups"] * PRIMES["group_experts"]: "experts",
     PRIMES["moe_ffn"] * PRIMES["shared_experts"]: "shared_ffn",
-    HEADS * PRIMES["qk_dim"]: "heads*qk_dim",
+    NOPE_DIM: "nope_dim",
+    4 * PRIMES["quarter_qk_dim"]: "qk_dim",
+    HEADS * 4 * PRIMES["quarter_qk_dim"]: "heads*qk_dim",
+    KV_RANK: "kv_rank",
+    4 * PRIMES["quarter_kv_rank_and_rotary"]: "kv_rank+rotary_dim",
     HEADS * PRIMES["value_dim"]: "heads*value_dim",
-    2 * PRIMES["half_nope_and_value"]: "nope_dim+value_dim",
+    PRIMES["nope_and_value"]: "nope_dim+value_dim",
     PRIMES["kv_heads"] * HEAD_DIM: "kv_heads*head_dim",
     PRIMES["batch"] * PRIMES["seq"]: "batch*seq",
     PRIMES["batch"] * PRIMES["seq"] * PRIMES["top_k"]: "batch*seq*top_k",

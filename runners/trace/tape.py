@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.memory.groups import Place
+from planner.memory.partial_sums import partial_sums_name
 from runners.trace.symbols import dims, factor
 
 
@@ -76,7 +78,9 @@ class Tape(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, str(func))
         if func in KERNEL_TEMPORARIES:  # alive beside the output
-            self._temporary(str(func), KERNEL_TEMPORARIES[func](*args))
+            self._temporary(self._describe(KERNEL_TEMPORARIES[func](*args), str(func)))
+        if func is torch.ops.aten.sum.dim_IntList and (matrix := summed_matrix(args[0], args[1])):
+            self._temporary(self._partial_sums(*matrix, args[0].element_size()))
         return out
 
     def _see(self, tensor: torch.Tensor, op: str) -> None:
@@ -94,10 +98,18 @@ class Tape(TorchDispatchMode):
         del self._finalizers[key]
         self.events.append(Event(self.place, -1, allocation))
 
-    def _temporary(self, op: str, tensor: torch.Tensor) -> None:
-        allocation = self._describe(tensor, op + " (inside the kernel)")
+    def _temporary(self, allocation: Allocation) -> None:
         self.events.append(Event(self.place, +1, allocation))
         self.events.append(Event(self.place, -1, allocation))
+
+    def _partial_sums(self, rows: int, columns: int, element_bytes: int) -> Allocation:
+        name = partial_sums_name(self.product(rows), self.product(columns), element_bytes)
+        return Allocation(self.module, "sum", [], "float32", name, 4, self.place)
+
+    def product(self, count: int) -> str:
+        """Write a count as a product of dimensions and a number."""
+        monomial, coefficient = factor(count)
+        return "*".join(filter(None, (str(coefficient) if coefficient > 1 else "", monomial)))
 
     def _describe(self, tensor: torch.Tensor, op: str) -> Allocation:
         itemsize = tensor.element_size()
@@ -111,6 +123,19 @@ class Tape(TorchDispatchMode):
             coefficient_bytes=coefficient * itemsize,
             place=self.place,
         )
+
+
+def summed_matrix(tensor: torch.Tensor, dims: Sequence[int] | None) -> tuple[int, int] | None:
+    """Rows and columns of a sum over the slow dimensions of a dense tensor; None for other sums."""
+    reduced = {dim % tensor.ndim for dim in dims or range(tensor.ndim)} if tensor.ndim else set()
+    order = sorted((d for d in range(tensor.ndim) if tensor.shape[d] > 1), key=tensor.stride)
+    kept = [dim for dim in order if dim not in reduced]
+    if not kept or len(kept) == len(order) or order[: len(kept)] != kept:
+        return None
+    if tensor.stride(order[0]) != 1 or 0 in (tensor.stride(dim) for dim in order):
+        return None
+    columns = prod(tensor.shape[dim] for dim in kept)
+    return tensor.numel() // columns, columns
 
 
 # CUDA kernels that allocate a tensor no caller sees. aten/src/ATen/native/cuda/SoftMax.cu,

@@ -29,10 +29,14 @@ FAMILIES = (
 )
 ADAPTED = ("llama", "qwen2", "qwen3")
 OTHER_LOSSES = ("chunked", "fused_linear")
+# Families traced with rows of several documents.
+PACKED = ("llama", "mistral", "qwen2", "qwen3")
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
-# Families of several kinds of layers, traced in the dtype they are trained in.
-MIXED_LAYERS = ("gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3")
+COMPUTES = ("bf16", "fp32", "autocast")
+
+
+_SELECTIVE = ("eager", "sdpa", "triton", "eager_direct", "sdpa_direct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,9 @@ class Variant:
     """What changes the tensors that a step of one family keeps."""
 
     family: str
-    attention: str  # eager, sdpa or triton; "_mha": no grouped heads
-    # "_single": a batch of one row; "_direct": queries of latent attention projected in one step
+    attention: str  # eager, sdpa or triton; "_mha": no grouped heads; "_mqa": one for all
+    # "_single": a batch of one row; "_direct": queries of latent attention projected in one step;
+    # "_packed": rows of several documents
     compute: str  # bf16, fp32 or autocast
     checkpointing: str  # none, full or selective
     loss: str = "hf"  # or chunked, fused_linear
@@ -62,6 +67,11 @@ class Variant:
         return TRITON_NAME if kernel == "triton" else kernel
 
     @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several documents."""
+        return "_packed" in self.attention
+
+    @property
     def batch(self) -> int:
         """Rows of the traced batch; where one head serves all, one row needs no copies of it."""
         return 1 if "_single" in self.attention else PRIMES["batch"]
@@ -80,18 +90,32 @@ def variants(family: str) -> list[Variant]:
         attentions = ["eager_direct", "sdpa_direct"]
     elif family == "deepseek_v3":
         attentions = ["eager", "sdpa"]
-    elif family not in (*ONE_GROUPING, "gemma3_text"):
+    elif family == "gemma3_text":
+        attentions += ["eager_mqa", "eager_mqa_single", "sdpa_mqa"]
+    elif family not in ONE_GROUPING:
         attentions.append("eager_mha")
     if family in WINDOWED:
         attentions.append("sdpa_mha")  # a mask makes SDPA copy keys and values to every head
-    computes = ("bf16",) if family in MIXED_LAYERS else ("bf16", "fp32", "autocast")
-    kinds = [(a, compute) for a in attentions for compute in computes]
-    if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED, *MIXED_LAYERS):
+    kinds = [(a, compute) for a in attentions for compute in COMPUTES]
+    if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED, "gemma3_text"):
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
-    # Selective checkpointing is traced in bf16 only.
-    selective = [(a, "bf16", "selective") for a in attentions if a in ("eager", "sdpa", "triton")]
+    # Of selective checkpointing, fewer layouts are traced.
+    selective = [(*kind, "selective") for kind in kinds if kind[0] in _SELECTIVE]
     modes = [(*kind, checkpointing) for kind in kinds for checkpointing in ("none", "full")]
-    return [Variant(family, *mode) for mode in (*modes, *selective)]
+    packed = [(*kind, ckpt) for kind in _packed_kinds(family) for ckpt in ("none", "full")]
+    return [Variant(family, *mode) for mode in (*modes, *selective, *packed)]
+
+
+def _packed_kinds(family: str) -> list[tuple[str, str]]:
+    """Attention and compute dtype of the variants with packed rows: their mask copies K and V."""
+    if family not in PACKED:
+        return []
+    return [
+        (f"{attention}_packed{heads}", compute)
+        for attention in ("eager", "sdpa")
+        for heads in ("", "_mha")
+        for compute in ("bf16", "autocast")
+    ]
 
 
 def adapter_variants(family: str) -> list[Variant]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runners.trace.symbols import HEAD_DIM, HIDDEN, PRIMES, dims, factor
+from runners.trace.symbols import HEAD_DIM, HIDDEN, KV_RANK, NOPE_DIM, PRIMES, dims, factor
 
 BATCH, SEQ, VOCAB = PRIMES["batch"], PRIMES["seq"], PRIMES["vocab"]
 
@@ -44,9 +44,9 @@ def test_a_count_that_is_no_product_of_dimensions_is_refused() -> None:
 
 def test_sums_of_widths_are_sizes_of_their_own() -> None:
     rotated = 2 * PRIMES["half_rotary"]
-    assert PRIMES["qk_dim"] == PRIMES["nope_dim"] + rotated
-    assert PRIMES["kv_rank_and_rotary"] == PRIMES["kv_rank"] + rotated
-    assert 2 * PRIMES["half_nope_and_value"] == PRIMES["nope_dim"] + PRIMES["value_dim"]
+    assert 4 * PRIMES["quarter_qk_dim"] == NOPE_DIM + rotated
+    assert 4 * PRIMES["quarter_kv_rank_and_rotary"] == KV_RANK + rotated
+    assert PRIMES["nope_and_value"] == NOPE_DIM + PRIMES["value_dim"]
     assert 2 * PRIMES["half_seq_and_one"] == SEQ + 1
 
 
