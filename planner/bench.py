@@ -1,6 +1,11 @@
 """Measure how fast the planner answers: one plan, and a grid of 100,000 plans.
 
-Run as `python -m planner.bench`.
+Run as `python -m planner.bench`. Without the replay of the allocator a plan stays under 2 ms. With
+it, it does not: three steps of a 32-layer model ask the allocator 23,000 times, at about half a
+microsecond each in pure Python. Nothing of that can be left out without another result: where the
+third step begins as the second did it is not run, but mostly the second reserves more; and the
+layers of a step differ in the blocks they find, though not in what they ask for. A plan seen before
+is not replayed again.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from planner.search import grid
 from planner.workload import TrainingWorkload
 
 REPEATS = 200
+REPLAY_REPEATS = 20
 GRID_REPEATS = 3
 
 
@@ -44,7 +50,8 @@ def main() -> None:
         predict(parse_plan(document), segment_share=segment_share).to_dict()
 
     plan_s = median_s(lambda: run_plan(share), REPEATS)
-    replayed_s = median_s(lambda: run_plan(None), GRID_REPEATS)
+    replayed_s = median_s(lambda: run_plan(None), REPLAY_REPEATS)
+    known_s = median_s(lambda: predict(parse_plan(document)).to_dict(), REPEATS)
 
     def run_grid() -> int:
         return grid(
@@ -57,7 +64,8 @@ def main() -> None:
 
     grid_s = median_s(run_grid, GRID_REPEATS)
     print(f"one plan: {plan_s * 1e3:.2f} ms (median of {REPEATS})")
-    print(f"with the allocator replayed: {replayed_s * 1e3:.1f} ms (median of {GRID_REPEATS})")
+    print(f"with the allocator replayed: {replayed_s * 1e3:.1f} ms (median of {REPLAY_REPEATS})")
+    print(f"the same plan once more: {known_s * 1e3:.2f} ms (median of {REPEATS})")
     print(f"{run_grid():,} plans: {grid_s:.3f} s (median of {GRID_REPEATS})")
 
 

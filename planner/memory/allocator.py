@@ -111,10 +111,12 @@ class CachingAllocator:
         self._large_pools: dict[int, _Pool] = {0: _Pool()}
         self._next_address = _TOP_ADDRESS
         self._chunk_ends: list[tuple[int, int]] = []
+        self._largest_end = 0
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
+        """Start new peaks at what is allocated and reserved now."""
         self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
         """Give a block of at least `size_bytes` (positive) on `stream`."""
@@ -199,7 +201,7 @@ class CachingAllocator:
         else:
             segment = -(-size // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
         if not self._has_room(segment):
-            self._give_back_segments()
+            self.empty_cache()
             self.num_retries += 1
             if not self._has_room(segment):
                 raise ReplayedOutOfMemoryError
@@ -212,25 +214,36 @@ class CachingAllocator:
     def _has_room(self, segment: int) -> bool:
         return self._capacity_bytes is None or self.reserved_bytes + segment <= self._capacity_bytes
 
-    def _give_back_segments(self) -> None:
+    def empty_cache(self) -> None:
+        """Give back all segments without a tensor, as `torch.cuda.empty_cache` does."""
         for pool in (*self._small_pools.values(), *self._large_pools.values()):
             for block in pool.blocks():
                 if block.preceding is None and block.following is None:
                     pool.take(block)
                     self.reserved_bytes -= block.size_bytes
                     insort(self._chunk_ends, (block.address, block.size_bytes))
+                    self._largest_end = max(self._largest_end, block.size_bytes)
 
     def _place(self, segment: int) -> int:
         """The address of a new segment."""
+        if segment > self._largest_end:
+            return self._place_in_chunk(segment)
         for index, (address, size) in enumerate(self._chunk_ends):
             if size >= segment:
                 self._chunk_ends[index : index + 1] = (
                     [(address + segment, size - segment)] if size > segment else []
                 )
                 return address
+        # Only now is the bound worth its price: ends are many, and most segments larger than all.
+        self._largest_end = max((size for _, size in self._chunk_ends), default=0)
+        return self._place_in_chunk(segment)
+
+    def _place_in_chunk(self, segment: int) -> int:
+        """The address of a segment that begins a chunk of its own."""
         chunk = -(-segment // _CHUNK_BYTES) * _CHUNK_BYTES
         self._next_address -= chunk
         if chunk > segment:
+            self._largest_end = max(self._largest_end, chunk - segment)
             self._chunk_ends.insert(0, (self._next_address + segment, chunk - segment))
         return self._next_address
 

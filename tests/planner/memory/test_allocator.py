@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 
-from planner.memory.allocator import CachingAllocator, ReplayedOutOfMemoryError
+from planner.memory.allocator import CachingAllocator, ReplayedOutOfMemoryError, rounded
+from planner.memory.expandable import ExpandableAllocator
 from planner.units import MIB_BYTES
 
 
@@ -122,3 +126,66 @@ def test_a_segment_that_holds_a_tensor_is_never_given_back() -> None:
     allocator.allocate(20 * MIB_BYTES)  # the first part of the 60 MiB segment
     with pytest.raises(ReplayedOutOfMemoryError):
         allocator.allocate(50 * MIB_BYTES)
+
+
+def _requests(seed: int) -> tuple[list[int], list[int]]:
+    """Requests of many sizes, released in any order: slots and sizes, negative to release."""
+    chosen = random.Random(seed)
+    sizes = [512, 8192, 700_000, 3 * MIB_BYTES, 9 * MIB_BYTES, 16 * MIB_BYTES, 45_000_000]
+    slots, asked, held = [], [], []
+    for slot in range(400):
+        slots.append(slot)
+        asked.append(rounded(chosen.choice(sizes) + chosen.choice((0, 0, 5000, MIB_BYTES))))
+        held.append(slot)
+        while held and chosen.random() < 0.48:
+            slots.append(held.pop(chosen.randrange(len(held))))
+            asked.append(-1)
+    return slots, asked
+
+
+def _counts(allocator: CachingAllocator) -> tuple[int, ...]:
+    peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+    return allocator.allocated_bytes, allocator.reserved_bytes, allocator.num_retries, *peaks
+
+
+@pytest.mark.parametrize("capacity_bytes", [None, 2000 * MIB_BYTES])
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_requests_in_a_list_are_served_as_one_by_one(
+    kind: type[CachingAllocator], capacity_bytes: int | None
+) -> None:
+    for seed in range(8):
+        slots, sizes = _requests(seed)
+        together, apart = kind(capacity_bytes), kind(capacity_bytes)
+        blocks: list[Any] = [None] * 400
+        singles: list[Any] = [None] * 400
+        together.serve(slots, sizes, blocks)
+        for slot, size in zip(slots, sizes, strict=True):
+            if size > 0:
+                singles[slot] = apart.allocate(size)
+            else:
+                apart.release(singles[slot])
+                singles[slot] = None
+        assert _counts(together) == _counts(apart)
+        assert together.state() == apart.state()
+        left = [(b.address, b.size_bytes) for b in blocks if b is not None]
+        assert left == [(b.address, b.size_bytes) for b in singles if b is not None]
+
+
+def test_a_size_of_nothing_and_an_empty_slot_ask_for_nothing() -> None:
+    allocator = CachingAllocator()
+    blocks: list[Any] = [None, None]
+    allocator.serve([0, 1, 0], [0, 512, -1], blocks)
+    assert blocks[0] is None
+    assert blocks[1].size_bytes == allocator.allocated_bytes == 512
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_a_state_is_known_again_once_what_came_has_gone(kind: type[CachingAllocator]) -> None:
+    allocator = kind()
+    allocator.allocate(30 * MIB_BYTES)
+    allocator.release(allocator.allocate(40 * MIB_BYTES))
+    before = allocator.state()
+    block = allocator.allocate(20 * MIB_BYTES)
+    assert allocator.state() != before
+    allocator.release(block)
+    assert allocator.state() == before

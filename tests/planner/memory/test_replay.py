@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from planner.errors import PlanError
+from planner.memory.replay import Memory
+from planner.memory.replay_engines import replay_training
+from planner.memory.templates import traced
 from planner.memory.training import plan_segment_share, training_memory
 from planner.obstacles import check_training
 from planner.plan import Plan, parse_plan
@@ -19,6 +22,7 @@ from planner.workload import (
     Attention,
     Checkpointing,
     Engine,
+    Optimizer,
     Parallelism,
     Precision,
     TrainingWorkload,
@@ -119,3 +123,48 @@ def test_formulas_and_replay_see_the_same_peak(
         replayed = training_memory(spec, workload, ranks).allocated_bytes
         summed = training_memory(spec, workload, ranks, segment_share=0.1).allocated_bytes
         assert replayed == pytest.approx(summed, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "optimizer", "micro_batches"),
+    [
+        (Engine.PEAKMARK, 0, Optimizer.SGD, 1),
+        (Engine.PEAKMARK, 3, Optimizer.ADAMW_FUSED, 2),
+        (Engine.FSDP2, 3, Optimizer.ADAMW_FOREACH, 2),
+        (Engine.DDP, 0, Optimizer.SGD, 1),
+        (Engine.DDP, 0, Optimizer.SGD, 2),
+        (Engine.DEEPSPEED, 2, Optimizer.ADAMW_FUSED, 1),
+    ],
+)
+def test_a_step_left_out_would_have_changed_nothing(
+    engine: Engine,
+    stage: int,
+    optimizer: Optimizer,
+    micro_batches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that ends as it began is not run again: with every step run, the bytes are the same."""
+    spec = resolve_model("Qwen/Qwen2.5-0.5B", {"num_hidden_layers": 4})
+    steps: list[int] = []
+    state_of = Memory.state
+
+    def counted(memory: Memory) -> Any:
+        steps.append(1)
+        return state_of(memory)
+
+    for length, checkpointing in itertools.product((256, 1000), Checkpointing):
+        workload = TrainingWorkload(
+            sequence_length=length,
+            grad_accumulation=micro_batches,
+            optimizer=optimizer,
+            checkpointing=checkpointing,
+        )
+        ranks = Parallelism(engine=engine, zero_stage=stage, world_size=2)
+        plan = spec, workload, ranks, traced(spec, workload, length), None
+        with monkeypatch.context() as patch:
+            patch.setattr(Memory, "state", counted)
+            shortened = replay_training.__wrapped__(*plan)
+            patch.setattr(Memory, "state", lambda memory: object())
+            assert replay_training.__wrapped__(*plan) == shortened
+    if engine is Engine.PEAKMARK and stage == 0:
+        assert len(steps) < 3 * 2 * len(Checkpointing), "no step was left out"
