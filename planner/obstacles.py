@@ -55,6 +55,8 @@ def _attention_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | N
 def _triton_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
     """Return why our kernel cannot compute this model's attention, or None."""
     window = model.sliding_window
+    if workload.packed:
+        return "it knows no documents within a row"
     if model.family == "falcon":
         return "transformers' Falcon takes no attention function from outside"
     if window is not None and window < workload.sequence_length:
@@ -67,6 +69,16 @@ def _triton_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None
     if model.head_dim > MAX_TRITON_HEAD_DIM:
         return f"its largest head size is {MAX_TRITON_HEAD_DIM}, this model's is {model.head_dim}"
     return None
+
+
+def _check_packed(workload: TrainingWorkload) -> None:
+    """Raise PlanError where a row is too short for two documents."""
+    if workload.packed and workload.sequence_length < _MIN_PACKED_LENGTH:
+        field, least = "workload.sequence_length", f"at least {_MIN_PACKED_LENGTH}"
+        raise PlanError(field, workload.sequence_length, f"{least}, a token of each document")
+
+
+_MIN_PACKED_LENGTH = 2
 
 
 def _check_attention(model: ModelSpec, workload: TrainingWorkload) -> None:
@@ -96,12 +108,7 @@ def _not_built(field: str, value: object, allowed: str) -> PlanError:
     return PlanError(field, value, allowed, sentence=sentence)
 
 
-_NOT_BUILT_FIELDS = frozenset(
-    (
-        "base_dtype",
-        "packed",
-    )
-)
+_NOT_BUILT_FIELDS = frozenset(("base_dtype",))
 _NOT_BUILT_VALUES: frozenset[str] = frozenset()
 
 
@@ -171,6 +178,7 @@ def _check_choices(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     _check_checkpointing(workload)
     _check_traced(model)
     check_length(model, "workload.sequence_length", workload.sequence_length)
+    _check_packed(workload)
     _check_attention(model, workload)
     check_splits(model, workload, parallelism)
 

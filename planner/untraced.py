@@ -48,6 +48,7 @@ def _choices(model: ModelSpec) -> Mapping[str, Iterable[Any]]:
     tried = model.num_layers if model.num_layers <= _MAX_TRIED_LAYERS else 1
     return {
         "lora_rank": (0,),
+        "packed": (False,),
         "frozen_layers": range(tried),
         "checkpoint_every": range(1, tried + 1),
         "loss": Loss,
@@ -59,7 +60,7 @@ def _choices(model: ModelSpec) -> Mapping[str, Iterable[Any]]:
 
 def _changed_fields(workload: TrainingWorkload) -> list[str]:
     default = flat_dict(TrainingWorkload())
-    names = ("lora_rank", "frozen_layers", "checkpoint_every", "loss", "checkpointing")
+    names = ("lora_rank", "packed", "frozen_layers", "checkpoint_every", "loss", "checkpointing")
     return [
         name
         for name in (*names, "attention", "precision")

@@ -38,6 +38,8 @@ class EngineBase:
     def _take_tokens(self) -> None:
         tokens = self._workload.micro_batch * self._workload.sequence_length
         self._memory.take("tokens", tokens * _TOKEN_BYTES)
+        if self._workload.packed:
+            self._memory.take("positions", tokens * _TOKEN_BYTES)
 
     def _take_workspace(self, section: str) -> None:
         # One per thread that multiplies: the main thread's here, autograd's at its first product.

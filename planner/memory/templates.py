@@ -151,6 +151,7 @@ def _traced_by_itself(
     changed = {
         "loss": workload.loss is not Loss.HF,
         "lora": workload.lora_rank > 0,
+        "packed": workload.packed,
         "frozen": workload.frozen_layers > 0,
         "every": workload.checkpoint_every > 1,
     }

@@ -124,6 +124,11 @@ def _phase_row(name: str, moment: Moment) -> dict[str, Any]:
 def attention_notes(spec: ModelSpec, workload: TrainingWorkload) -> tuple[str, ...]:
     """Say where the chosen attention keeps more than its name promises."""
     template = traced(spec, workload, workload.sequence_length)
+    if workload.packed and template.key.startswith("sdpa"):
+        return (
+            "Rows of several documents give SDPA a mask: every layer keeps it (sequence squared) and "
+            "copies keys and values to all query heads.",
+        )
     variant, masked = template.key.split("/")[0], sum(SLIDING in kind for kind in template.kinds)
     if variant.startswith("sdpa") and masked:
         every = "every layer" if masked == spec.num_layers else f"each of {masked} layers"

@@ -128,7 +128,7 @@ class Trainer:
         self._model = model
         with self.meter.phase("init"):
             self._engine = build_engine(model, plan, world, seed)
-        self._tokens = self._draw_tokens(plan.model.vocab_size, seed)
+        self._inputs = self._draw_inputs(plan.model.vocab_size, seed)
 
     def step(self) -> None:
         """Run one optimizer step over all micro-batches, measured by phase."""
@@ -162,15 +162,29 @@ class Trainer:
     def _forward(self) -> Tensor:
         with forward_context(self.workload.precision, self.world.device):
             call = self._engine.module
-            output = call(input_ids=self._tokens, labels=self._tokens, use_cache=False)
+            output = call(**self._inputs, use_cache=False)
         loss: Tensor = output.loss
         return loss
 
-    def _draw_tokens(self, vocab_size: int, seed: int) -> Tensor:
+    def _draw_inputs(self, vocab_size: int, seed: int) -> dict[str, Tensor]:
         rank, device = self.world.collectives.rank, self.world.device
-        shape = (self.workload.micro_batch, self.workload.sequence_length)
+        rows, length = self.workload.micro_batch, self.workload.sequence_length
         generator = torch.Generator(device).manual_seed(seed * 100_003 + rank)
-        return torch.randint(vocab_size, shape, generator=generator, device=device)
+        tokens = torch.randint(vocab_size, (rows, length), generator=generator, device=device)
+        inputs = {"input_ids": tokens, "labels": tokens}
+        if self.workload.packed:
+            starts = torch.randint(1, length, (rows, 1), generator=generator, device=device)
+            inputs["position_ids"] = packed_positions(starts, length)
+        return inputs
+
+
+def packed_positions(starts: Tensor, length: int) -> Tensor:
+    """Positions [rows, length] of two documents per row; `starts` [rows, 1] are the second's.
+
+    That they begin again at 0 tells transformers to hide the first document from the second.
+    """
+    index = torch.arange(length, device=starts.device)
+    return torch.where(index < starts, index, index - starts)
 
 
 def measure_training(session: JobSession) -> None:

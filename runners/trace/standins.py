@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -177,13 +178,17 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, ends)
+        # Of frozen experts the operation keeps no rows (derivatives.yaml, _grouped_mm).
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, ends)
+        ctx.empty_rows = partial(torch.empty, rows.shape, dtype=rows.dtype, device=rows.device)
         return rows.new_empty(rows.shape[0], weights.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        rows, weights, _ = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weights), None
+        _, weights, _ = ctx.saved_tensors
+        trains_rows, trains_weights, _ = ctx.needs_input_grad
+        rows = ctx.empty_rows() if trains_rows else None
+        return rows, torch.empty_like(weights) if trains_weights else None, None
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -191,20 +196,30 @@ def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -
     return out
 
 
+def _packed_rows(is_packed: bool) -> Any:
+    """Make transformers find several documents in a row, or one.
+
+    Its answer depends on values, which these tensors do not have; told that it is being traced, it
+    makes its mask for several documents without looking.
+    """
+    masking = transformers.masking_utils
+    if is_packed:
+        return mock.patch.object(masking, "is_tracing", lambda tensor: True)
+    return mock.patch.object(masking, "find_packed_sequence_indices", lambda positions: None)
+
+
 @contextmanager
-def cuda_stand_ins() -> Iterator[None]:
-    """Make model code behave under fake CPU tensors as it does on a CUDA device."""
+def cuda_stand_ins(is_packed: bool = False) -> Iterator[None]:
+    """Make model code behave under fake CPU tensors as it does on a CUDA device.
+
+    `is_packed`: rows hold several documents.
+    """
     patch = mock.patch.object
     with ExitStack() as stack:
         stack.enter_context(patch(runners.jobs.losses, "token_slices", traced_slices))
         stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", fused_sdpa))
         stack.enter_context(patch(transformers.integrations.moe, "_grouped_mm", _grouped_mm))
-        # Its answer depends on values, which fake tensors do not have; unpacked batches give None.
-        stack.enter_context(
-            patch(
-                transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None
-            )
-        )
+        stack.enter_context(_packed_rows(is_packed))
         for owner, name in FP32_UNDER_CUDA_AUTOCAST:
             stack.enter_context(patch(owner, name, _upcasting(getattr(owner, name))))
         yield

@@ -48,22 +48,35 @@ def collected_on_demand() -> Iterator[None]:
 
 def _traced_events(variant: Variant, pattern: Pattern, gradients_exist: bool) -> list[Event]:
     tokens, autocasts = (variant.batch, PRIMES["seq"]), variant.compute == "autocast"
-    return record_step(build_model(variant, pattern), Tape(), tokens, autocasts, gradients_exist)
+    model, is_packed = build_model(variant, pattern), variant.is_packed
+    return record_step(model, Tape(), tokens, autocasts, gradients_exist, is_packed)
 
 
 def record_step(
-    model: nn.Module, tape: Tape, shape: tuple[int, int], autocasts: bool, gradients_exist: bool
+    model: nn.Module,
+    tape: Tape,
+    shape: tuple[int, int],
+    autocasts: bool,
+    gradients_exist: bool,
+    is_packed: bool = False,
 ) -> list[Event]:
-    """Run one step of `model` on tokens of `shape` (rows, tokens per row) under `tape`."""
+    """Run one step of `model` on tokens of `shape` (rows, tokens per row) under `tape`.
+
+    `is_packed`: rows hold several documents, as their position ids say.
+    """
     with _fake_cpu(model) if autocasts else torch.device("meta"):
         _prepare_parameters(model, tape, gradients_exist)
         tokens = torch.zeros(*shape, dtype=torch.long)
-        tape.ignore(tokens)
+        inputs = {"input_ids": tokens, "labels": tokens}
+        if is_packed:
+            inputs["position_ids"] = torch.zeros_like(tokens)
+        for tensor in inputs.values():
+            tape.ignore(tensor)
         _watch_sections(model, tape)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=autocasts)
-        with tape, cuda_stand_ins():
+        with tape, cuda_stand_ins(is_packed):
             with autocast:
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss = model(**inputs, use_cache=False).loss
             gc.collect()
             tape.place = Place("loss_backward")
             loss.backward()

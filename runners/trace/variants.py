@@ -27,7 +27,6 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
 )
-ADAPTED = ("llama", "qwen2", "qwen3")
 OTHER_LOSSES = ("chunked", "fused_linear")
 # Families traced with rows of several documents.
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
@@ -77,8 +76,7 @@ class Variant:
         return 1 if "_single" in self.attention else PRIMES["batch"]
 
 
-def variants(family: str) -> list[Variant]:
-    """Every variant of a family whose tensors differ from the others'."""
+def _attentions(family: str) -> list[str]:
     attentions = ["eager", "sdpa", "triton"]
     if family == "gemma2":  # transformers offers it eager attention only (logit softcap)
         attentions = ["eager", "eager_mha"]
@@ -96,6 +94,12 @@ def variants(family: str) -> list[Variant]:
         attentions.append("eager_mha")
     if family in WINDOWED:
         attentions.append("sdpa_mha")  # a mask makes SDPA copy keys and values to every head
+    return attentions
+
+
+def variants(family: str) -> list[Variant]:
+    """Every variant of a family whose tensors differ from the others'."""
+    attentions = _attentions(family)
     kinds = [(a, compute) for a in attentions for compute in COMPUTES]
     if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED, "gemma3_text"):
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
@@ -119,12 +123,15 @@ def _packed_kinds(family: str) -> list[tuple[str, str]]:
 
 
 def adapter_variants(family: str) -> list[Variant]:
-    """The variants of a family that are traced with adapters on a frozen model."""
-    if family not in ADAPTED:
-        return []
+    """The variants of a family that are traced with adapters on a frozen model.
+
+    Eager attention only where there is no other.
+    """
+    attentions = _attentions(family)
+    fused = [attention for attention in attentions if not attention.startswith("eager")]
     return [
         Variant(family, attention, compute, checkpointing, adapters=adapters)
-        for attention in ("sdpa", "triton")
+        for attention in fused or attentions
         for compute in ("bf16", "autocast")
         for checkpointing in ("none", "full")
         for adapters in ("qv", "all_linear")

@@ -18,6 +18,7 @@ from planner.workload import (
     Checkpointing,
     Engine,
     LoraTargets,
+    Loss,
     Optimizer,
     Parallelism,
     Precision,
@@ -159,4 +160,5 @@ def test_what_is_not_predicted_is_said() -> None:
         PlanError, match=r"lora_rank is 8: a training step of gpt2 .* has not been traced; use 0"
     ):
         gpt2 = resolve_model("openai-community/gpt2")
-        check_training(gpt2, TrainingWorkload(lora_rank=8, sequence_length=512), Parallelism())
+        workload = TrainingWorkload(lora_rank=8, sequence_length=512, loss=Loss.CHUNKED)
+        check_training(gpt2, workload, Parallelism())
