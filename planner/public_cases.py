@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ class PublicCases:
         return (answer(case) for case in self.cases)
 
 
+@lru_cache(maxsize=256)
 def answer(case: PublicCase) -> Answer:
     """Predict for one case; a plan that is refused gives the reason instead."""
     try:
