@@ -102,8 +102,22 @@ def _family_file(family: str) -> Mapping[str, Any]:
     if family.startswith(_TRACE):
         return trace_data(family.removeprefix(_TRACE))
     text = resources.files("planner.memory").joinpath(f"templates/{family}.json").read_text()
-    data: Mapping[str, Any] = json.loads(text)
-    return data
+    return with_parts(json.loads(text))
+
+
+def with_parts(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Put the parts of templates in their place: a family's file holds equal ones once."""
+    if "parts" not in data:
+        return data
+    parts = data["parts"]
+    templates = {
+        key: {
+            kinds: {name: parts[number] for name, number in index.items()}
+            for kinds, index in by_kinds.items()
+        }
+        for key, by_kinds in data["templates"].items()
+    }
+    return {**data, "templates": templates}
 
 
 def has_template(template: Traced) -> bool:

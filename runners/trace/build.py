@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import planner.memory
+from planner.memory.templates import with_parts
 from runners.trace.graft import loss_templates
 from runners.trace.template import build_template
 from runners.trace.variants import FAMILIES, adapter_variants, variants
@@ -36,7 +37,7 @@ def write_family(family: str, keys: Sequence[str] = (), folder: Path = FOLDER) -
 
 def read_templates(path: Path) -> dict[str, dict[str, Any]]:
     """Read a template file back into what `build_template` returns, by key."""
-    data = json.loads(path.read_text())
+    data = with_parts(json.loads(path.read_text()))
     sections, monomials = data["sections"], data["monomials"]
 
     def part(name: str, indices: Any) -> Any:
@@ -61,8 +62,28 @@ def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: P
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],
     }
-    path.write_text(templates_text(head, templates))
+    path.write_text(_with_each_part_once(json.loads(templates_text(head, templates))))
     return path
+
+
+def _with_each_part_once(data: Mapping[str, Any]) -> str:
+    """Return a template file's JSON in which templates name their parts by number."""
+    pool = _Pool()
+    index = {
+        key: {
+            kinds: {name: pool.add(part) for name, part in parts.items()}
+            for kinds, parts in by_kinds.items()
+        }
+        for key, by_kinds in data["templates"].items()
+    }
+    whole = {**data, "parts": list(map(json.loads, pool.items)), "templates": index}
+    values = {name: value for name, value in whole.items() if isinstance(value, str)}
+    lines = [json.dumps(values)[1:-1], f'"monomials": {_compact(whole["monomials"])}']
+    for name in ("sections", "parts"):
+        rows = ",\n".join(map(_compact, whole[name]))
+        lines.append(f'"{name}": [\n{rows}\n]')
+    rows = ",\n".join(f"{_compact(key)}: {_compact(value)}" for key, value in index.items())
+    return "{" + ",\n".join((*lines, f'"templates": {{\n{rows}\n}}')) + "}\n"
 
 
 def templates_text(head: Mapping[str, Any], templates: Mapping[str, dict[str, Any]]) -> str:
