@@ -13,6 +13,7 @@ from runners.jobs.adapters import choose_trained
 from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.losses import install_chunked_loss
 from runners.trace.losses import install_fused_loss
+from runners.trace.nf4 import mark_adapted, store_in_four_bits
 from runners.trace.patterns import Pattern, pattern_fields, prepare_layers, traits
 from runners.trace.symbols import (
     HEAD_DIM,
@@ -144,10 +145,13 @@ def build_model(variant: Variant, pattern: Pattern) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             config, attn_implementation=variant.implementation, dtype=dtype
         )
+        if variant.base:
+            store_in_four_bits(model)
         if variant.adapters:
             targets = LoraTargets(variant.adapters)
             chosen = TrainingWorkload(lora_rank=PRIMES["lora_rank"], lora_targets=targets)
             choose_trained(model, chosen)
+            mark_adapted(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # engines store all in one dtype, routers too
     checkpoint_layers(model, Checkpointing(variant.checkpointing))

@@ -28,7 +28,8 @@ FAMILIES = (
     "deepseek_v3",
 )
 OTHER_LOSSES = ("chunked", "fused_linear")
-# Families traced with rows of several documents.
+# Families traced with 4-bit weights below adapters, and with rows of several documents.
+FOUR_BIT = ("llama", "mistral", "qwen2", "qwen3")
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
@@ -50,13 +51,15 @@ class Variant:
     checkpointing: str  # none, full or selective
     loss: str = "hf"  # or chunked, fused_linear
     adapters: str = ""  # or the layers that carry them: qv, all_linear
+    base: str = ""  # or nf4: how the frozen weights below adapters are stored
 
     @property
     def key(self) -> str:
         """The name under which the template is stored."""
         key = "/".join((self.attention, self.compute, self.checkpointing))
         loss = () if self.loss == "hf" else (self.loss,)
-        adapters = (f"lora_{self.adapters}",) if self.adapters else ()
+        base = f"_{self.base}" if self.base else ""
+        adapters = (f"lora_{self.adapters}{base}",) if self.adapters else ()
         return "/".join((key, *loss, *adapters))
 
     @property
@@ -130,7 +133,8 @@ def adapter_variants(family: str) -> list[Variant]:
     attentions = _attentions(family)
     fused = [attention for attention in attentions if not attention.startswith("eager")]
     return [
-        Variant(family, attention, compute, checkpointing, adapters=adapters)
+        Variant(family, attention, compute, checkpointing, adapters=adapters, base=base)
+        for base in (("", "nf4") if family in FOUR_BIT else ("",))
         for attention in fused or attentions
         for compute in ("bf16", "autocast")
         for checkpointing in ("none", "full")
