@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.engines import check_engine, check_stage
-from planner.errors import PlanError, describe_value
+from planner.errors import PlanError
 from planner.memory.templates import (
     has_template,
     has_templates,
@@ -21,7 +21,6 @@ from planner.workload import (
     Engine,
     Parallelism,
     TrainingWorkload,
-    flat_dict,
 )
 
 MAX_TRITON_HEAD_DIM = 256
@@ -90,26 +89,6 @@ def _check_attention(model: ModelSpec, workload: TrainingWorkload) -> None:
     others = "eager" if eager_only or workload.attention is Attention.SDPA else "eager or sdpa"
     sentence = f"workload.attention is '{workload.attention}': {obstacle}; use {others}."
     raise PlanError("workload.attention", str(workload.attention), others, sentence=sentence)
-
-
-def _check_built(workload: TrainingWorkload, parallelism: Parallelism) -> None:
-    """Raise PlanError for what this version does not predict yet, rather than guess at it."""
-    for name, values in (("workload", workload), ("parallelism", parallelism)):
-        default = flat_dict(type(values)())
-        for key, value in flat_dict(values).items():
-            if key in _NOT_BUILT_FIELDS and value != default[key]:
-                raise _not_built(f"{name}.{key}", value, f"only {default[key]!r} is")
-            if value in _NOT_BUILT_VALUES:
-                raise _not_built(f"{name}.{key}", value, "choose another")
-
-
-def _not_built(field: str, value: object, allowed: str) -> PlanError:
-    sentence = f"{field} {describe_value(value)} is not predicted in this version: {allowed}."
-    return PlanError(field, value, allowed, sentence=sentence)
-
-
-_NOT_BUILT_FIELDS = frozenset(("base_dtype",))
-_NOT_BUILT_VALUES: frozenset[str] = frozenset()
 
 
 def _check_checkpointing(workload: TrainingWorkload) -> None:
@@ -186,7 +165,6 @@ def _check_choices(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
 def check_training(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where the model cannot be trained like this; the sentence says why."""
     check_parallelism(parallelism)
-    _check_built(workload, parallelism)
     _check_choices(model, workload, parallelism)
     if _is_traced(model, workload):
         return

@@ -12,7 +12,15 @@ from planner.errors import PlanError
 from planner.memory.kinds import layer_kinds
 from planner.model import ModelSpec
 from planner.traced import traced_model
-from planner.workload import Attention, Checkpointing, Loss, Precision, TrainingWorkload, flat_dict
+from planner.workload import (
+    Attention,
+    BaseDtype,
+    Checkpointing,
+    Loss,
+    Precision,
+    TrainingWorkload,
+    flat_dict,
+)
 
 Works = Callable[[TrainingWorkload], bool]
 
@@ -48,6 +56,7 @@ def _choices(model: ModelSpec) -> Mapping[str, Iterable[Any]]:
     tried = model.num_layers if model.num_layers <= _MAX_TRIED_LAYERS else 1
     return {
         "lora_rank": (0,),
+        "base_dtype": (BaseDtype.AS_PRECISION,),
         "packed": (False,),
         "frozen_layers": range(tried),
         "checkpoint_every": range(1, tried + 1),
@@ -60,10 +69,10 @@ def _choices(model: ModelSpec) -> Mapping[str, Iterable[Any]]:
 
 def _changed_fields(workload: TrainingWorkload) -> list[str]:
     default = flat_dict(TrainingWorkload())
-    names = ("lora_rank", "packed", "frozen_layers", "checkpoint_every", "loss", "checkpointing")
+    names = ("lora_rank", "base_dtype", "packed", "frozen_layers", "checkpoint_every", "loss")
     return [
         name
-        for name in (*names, "attention", "precision")
+        for name in (*names, "checkpointing", "attention", "precision")
         if flat_dict(workload)[name] != default[name]
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.errors import PlanError
 from planner.model import ModelSpec
-from planner.workload import Engine, Loss, Optimizer, Parallelism, TrainingWorkload
+from planner.workload import BaseDtype, Engine, Loss, Optimizer, Parallelism, TrainingWorkload
 
 _WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 
@@ -18,6 +18,7 @@ def check_variants(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     _check_loss(workload.loss, parallelism)
     _check_sync(workload, parallelism)
     _check_trained(model, workload, parallelism)
+    _check_base(workload, parallelism)
 
 
 def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
@@ -88,6 +89,22 @@ def _check_trained(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     if reason is not None:
         sentence = f"workload.{field} is {value}: {reason}; use {allowed}."
         raise PlanError(f"workload.{field}", value, allowed, sentence=sentence)
+
+
+def _check_base(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Refuse 4-bit weights that are trained, or that an engine would have to cut."""
+    if workload.base_dtype is not BaseDtype.NF4:
+        return
+    if not workload.lora_rank:
+        reason = "4-bit weights are not trained, they lie below adapters"
+        allowed = "as_precision, or set workload.lora_rank"
+    elif parallelism.engine not in _WHOLE_PARAMETERS:
+        reason = f"4-bit weights are kept whole, and {parallelism.engine} lays out its parameters"
+        allowed = "as_precision, or engine ddp or zero_redundancy"
+    else:
+        return
+    sentence = f"workload.base_dtype is 'nf4': {reason}; use {allowed}."
+    raise PlanError("workload.base_dtype", "nf4", allowed, sentence=sentence)
 
 
 def _is_split(parallelism: Parallelism) -> bool:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from planner.families import parameter_shapes
 from planner.memory.groups import GroupSizes, GroupTensors, PerLayer, Shapes, group_tensors
+from planner.memory.nf4 import nf4_bytes
 from planner.model import ModelSpec, ParameterShape
-from planner.workload import LoraTargets, TrainingWorkload
+from planner.workload import BaseDtype, LoraTargets, TrainingWorkload
 
 
 class _Targets(NamedTuple):
@@ -52,10 +53,11 @@ _TRANSPOSED = ("gpt2",)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """Elements of each group that are trained and that are frozen.
+    """Elements of each group that are trained and that are frozen in the compute dtype.
 
     `first_layer` is the lowest layer that a backward reaches. `shapes` are all parameters of each
     group in the order of the module, `trained_shapes` those of them that are trained.
+    `four_bit_shapes` are the frozen weights of every layer that are stored in 4 bits.
     """
 
     trained: GroupSizes
@@ -63,6 +65,24 @@ class Trained:
     first_layer: int
     shapes: GroupTensors
     trained_shapes: GroupTensors
+    four_bit_shapes: tuple[Shapes, ...] = ()
+
+    def whole_shapes(self) -> GroupTensors:
+        """`shapes` without the weights that are stored in 4 bits."""
+        if not self.four_bit_shapes:
+            return self.shapes
+        layers = []
+        for shapes, stored in zip(self.shapes["layers"], self.four_bit_shapes, strict=True):
+            left = list(shapes)
+            for shape in stored:
+                left.remove(shape)
+            layers.append(tuple(left))
+        return _grouped(self.shapes, tuple(layers))
+
+    @property
+    def four_bit_bytes(self) -> int:
+        """Bytes of the weights that are stored in 4 bits, with their scales."""
+        return sum(nf4_bytes(prod(shape)) for layer in self.four_bit_shapes for shape in layer)
 
 
 def target_names(family: str, targets: LoraTargets) -> tuple[str, ...]:
@@ -132,7 +152,8 @@ def trained_groups(spec: ModelSpec, workload: TrainingWorkload) -> Trained | Non
     if workload.lora_rank:
         layers = [_with_adapters(spec, layer, workload) for layer in _layer_parameters(spec)]
         shapes, adapters = (tuple(part) for part in zip(*layers, strict=True))
-        return _split(_grouped(whole, shapes), GroupTensors(embedding=(), layers=adapters, head=()))
+        trained = GroupTensors(embedding=(), layers=adapters, head=())
+        return _split(_grouped(whole, shapes), trained, four_bit=_four_bit_shapes(spec, workload))
     if not count:
         return None
     above: tuple[Shapes, ...] = (*(() for _ in range(count)), *whole["layers"][count:])
@@ -144,7 +165,26 @@ def _grouped(whole: GroupTensors, layers: tuple[Shapes, ...]) -> GroupTensors:
     return GroupTensors(embedding=whole["embedding"], layers=layers, head=whole["head"])
 
 
-def _split(shapes: GroupTensors, trained_shapes: GroupTensors, first_layer: int = 0) -> Trained:
+def _four_bit_shapes(spec: ModelSpec, workload: TrainingWorkload) -> tuple[Shapes, ...]:
+    """Weights of the linear layers of each decoder layer, where they are stored in 4 bits."""
+    if workload.base_dtype is not BaseDtype.NF4:
+        return ()
+    names = target_names(spec.family, LoraTargets.ALL_LINEAR)
+    suffixes = tuple(f".{name}.weight" for name in names)
+    return tuple(
+        tuple(parameter.shape for parameter in layer if parameter.name.endswith(suffixes))
+        for layer in _layer_parameters(spec)
+    )
+
+
+def _split(
+    shapes: GroupTensors,
+    trained_shapes: GroupTensors,
+    first_layer: int = 0,
+    four_bit: tuple[Shapes, ...] = (),
+) -> Trained:
     trained = _numels(trained_shapes)
     frozen = _less(_numels(shapes), trained)
-    return Trained(trained, frozen, first_layer, shapes, trained_shapes)
+    if four_bit:
+        frozen = _less(frozen, _numels(GroupTensors(embedding=(), layers=four_bit, head=())))
+    return Trained(trained, frozen, first_layer, shapes, trained_shapes, four_bit)

@@ -119,7 +119,8 @@ class DdpStates:
     def persistent(self) -> Parts:
         """Parameters and this rank's optimizer states, in bytes."""
         return {
-            "parameters": (self._numels.total() + self._frozen.total()) * self._bytes.parameter,
+            "parameters": (self._numels.total() + self._frozen.total()) * self._bytes.parameter
+            + (self._trained.four_bit_bytes if self._trained else 0),
             "optimizer": self._of_rank_0(self._state_bytes),
         }
 
@@ -144,7 +145,14 @@ class DdpStates:
         held = self._stepped_groups()
         if self._trained is None:
             return held
-        return [*(group for group in held if group.kept), *frozen_groups(self._frozen)]
+        groups = [*(group for group in held if group.kept), *frozen_groups(self._frozen)]
+        layers = self._trained.four_bit_shapes
+        if not layers:
+            return groups
+        # Layers are alike where 4-bit weights are traced.
+        size_bytes = self._trained.four_bit_bytes // len(layers)
+        name = "frozen layer 4-bit"
+        return [*groups, HeldGroup(name, len(layers), size_bytes, 0, (), kept_itemsize=1)]
 
     def _stepped_groups(self) -> list[HeldGroup]:
         if self._shards:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 from planner.memory.adapters import trained_groups
 from planner.memory.ddp import bucket_bytes, in_order, model_order, owned
+from planner.memory.nf4 import nf4_tensors
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
 from planner.memory.states import Precisions
@@ -14,6 +18,7 @@ from planner.workload import Parallelism, TrainingWorkload
 # DDP broadcasts the first values in flat pieces of this size, two at a time.
 _BROADCAST_BYTES = 250 * MIB_BYTES
 _IN_FLIGHT = 2
+_BF16_BYTES = 2
 _FIRST_BUCKET = ("bucket", "first")
 
 
@@ -32,7 +37,9 @@ class DdpReplay(EngineBase):
         sizes = Precisions.of(workload.precision, parallelism.engine)
         trained = trained_groups(spec, workload)
         pairs = model_order(spec, sizes.state, trained)
-        every = in_order(trained.shapes, sizes.state) if trained else pairs
+        every = in_order(trained.whole_shapes(), sizes.state) if trained else pairs
+        four_bit = trained.four_bit_shapes if trained else ()
+        self._four_bit = [prod(shape) for layer in four_bit for shape in layer]
         self._parameters = [tensor.numel * sizes.parameter for _, tensor in every]
         self._gradients = [tensor.numel * sizes.gradient for _, tensor in pairs]
         if parallelism.zero_stage == 1:
@@ -43,19 +50,30 @@ class DdpReplay(EngineBase):
     def start(self) -> None:
         """Parameters one by one, their broadcast, one bucket of all gradients."""
         memory = self._memory
+        self._quantise()
         for number, size_bytes in enumerate(self._parameters):
             memory.take(("parameter", number), size_bytes)
         if self._tied:
             # Until it is tied again, the head has a tensor of its own.
             memory.take("untied", self._parameters[0])
             memory.give("untied")
-        self._broadcast()
+        self._broadcast([-(-numel // 2) for numel in self._four_bit])
+        self._broadcast(self._parameters)
         memory.take(_FIRST_BUCKET, sum(self._gradients))
         self._take_tokens()
 
-    def _broadcast(self) -> None:
+    def _quantise(self) -> None:
+        """Fill each 4-bit weight from a whole one in bf16 (runners/engines/four_bit.py)."""
+        for number, numel in enumerate(self._four_bit):
+            self._memory.take("whole", numel * _BF16_BYTES)
+            for name, size_bytes in nf4_tensors(numel).items():
+                self._memory.take(("parameter", name, number), size_bytes)
+            self._memory.give("whole")
+
+    def _broadcast(self, sizes_bytes: Sequence[int]) -> None:
+        """Broadcast tensors of one element type."""
         pieces: list[list[int]] = [[]]
-        for size_bytes in self._parameters:
+        for size_bytes in sizes_bytes:
             pieces[-1].append(size_bytes)
             if sum(pieces[-1]) >= _BROADCAST_BYTES:
                 pieces.append([])

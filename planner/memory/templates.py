@@ -33,7 +33,7 @@ from planner.memory.sections import (
 from planner.model import ModelSpec
 from planner.rank import RankSpec
 from planner.traced import find_variant, trace_data
-from planner.workload import Loss, Precision, TrainingWorkload
+from planner.workload import BaseDtype, Loss, Precision, TrainingWorkload
 
 Floats = npt.NDArray[np.float64]
 
@@ -153,7 +153,8 @@ def traced(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) ->
     if workload.loss is not Loss.HF:
         parts.append(str(workload.loss))
     if workload.lora_rank:
-        parts.append(f"lora_{workload.lora_targets}")
+        base = f"_{workload.base_dtype}" if workload.base_dtype is BaseDtype.NF4 else ""
+        parts.append(f"lora_{workload.lora_targets}{base}")
     return Traced(spec.family, "/".join(parts), kinds)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runners.engines.four_bit import four_bit_states
 from runners.engines.parameters import cast_parameters, fill_parameter, materialise
 from runners.zero.collectives import Collectives
 from runners.zero.groups import decoder_layers, storage_bytes
@@ -95,7 +96,9 @@ class DdpEngine:
         """Return the bytes of parameters, gradient buckets and optimizer states held now."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return {
-            "parameter_bytes": storage_bytes(list(self.module.module.parameters())),
+            "parameter_bytes": storage_bytes(
+                [*self.module.module.parameters(), *four_bit_states(self.module.module)]
+            ),
             "gradient_bytes": storage_bytes(gradients),
             "optimizer_bytes": storage_bytes(self._states()),
         }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from runners.engines.four_bit import quantised
 from runners.zero.groups import find_owners, initialise_parameter, refill_buffers
 
 Fill = Callable[[nn.Parameter, str], None]
@@ -23,6 +24,11 @@ def materialise(model: nn.Module, device: torch.device, fill: Fill) -> None:
 
     A model that has its values already keeps them.
     """
+    with quantised(model, device, fill):
+        _materialise_whole(model, device, fill)
+
+
+def _materialise_whole(model: nn.Module, device: torch.device, fill: Fill) -> None:
     owners_of = find_owners(model)
     if not any(parameter.is_meta for parameter in owners_of):
         return

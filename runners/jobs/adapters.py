@@ -8,6 +8,7 @@ from torch import nn
 
 from planner.memory.adapters import target_names
 from planner.workload import BaseDtype, TrainingWorkload
+from runners.engines.four_bit import store_in_four_bits
 from runners.zero.groups import decoder_layers, partition_parameters
 
 
@@ -19,9 +20,7 @@ def choose_trained(model: nn.Module, workload: TrainingWorkload) -> None:
     base, as peft alone would. The base below them is frozen in the same dtype.
     """
     if workload.base_dtype is BaseDtype.NF4:
-        raise ValueError(
-            "workload.base_dtype is 'nf4': it is predicted only; run as_precision instead"
-        )
+        store_in_four_bits(model)
     if workload.lora_rank:
         _inject_adapters(model, workload)
     elif workload.frozen_layers:
