@@ -126,7 +126,7 @@ def model_summary(model: Mapping[str, Any]) -> dict[str, Any]:
     else:
         spec = spec_from_config(model["config"], name=model.get("name", "custom model"))
     return {
-        "name": spec.name,
+        "is_traced": spec.trace is not None,
         "family": spec.family,
         "parameters": spec.parameters,
         "num_hidden_layers": spec.num_layers,

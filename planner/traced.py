@@ -25,7 +25,7 @@ from planner.model import ModelSpec, ParameterShape
 from planner.traced_file import MAX_FILE_BYTES, TraceFile, TraceVariant, read_trace
 from planner.workload import Precision, TrainingWorkload
 
-FOLDER_VARIABLE = "PEAKMARK_TRACED"
+FOLDER_VARIABLE, DATABASE_VARIABLE = "PEAKMARK_TRACED", "PEAKMARK_DATABASE_URL"
 DEFAULT_FOLDER = Path("var") / "traced"
 # Above it a model is refused before it is built: building takes time for every layer.
 MAX_LAYERS = 1024
@@ -54,8 +54,17 @@ _models: dict[str, TracedModel] = {}
 
 
 def own_folder() -> Path:
-    """Where this machine keeps its traces: `$PEAKMARK_TRACED`, else `var/traced` here."""
-    return Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+    """Where this machine keeps its traces: `$PEAKMARK_TRACED`, else beside the SQLite database.
+
+    Without either variable that is `var/traced` here.
+    """
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named)
+    database = os.environ.get(DATABASE_VARIABLE, "").removeprefix("sqlite:///")
+    return (
+        Path(database).parent / "traced" if database and "://" not in database else DEFAULT_FOLDER
+    )
 
 
 def traceable_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -124,6 +124,11 @@ def _dimensions(model: Mapping[str, Any]) -> None:
         f"{derived['family']} · {format_count(derived['parameters'])} parameters as published · "
         f"{derived['num_hidden_layers']} layers · {heads}"
     )
+    if derived["is_traced"]:
+        st.caption(
+            "traced: planned as it is; to change a dimension, trace the changed config.json."
+        )
+        return
     with st.expander("Edit dimensions", icon=":material/edit:"):
         columns = st.columns(2)
         for index, (key, label) in enumerate(state.DIMENSIONS.items()):

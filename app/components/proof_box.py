@@ -51,7 +51,9 @@ def show_proof_box(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None
                 on_click=_submit,
                 args=(plan, world),
             )
-        if reason:
+        if reason and plan.model.trace is not None:
+            st.caption(reason)
+        elif reason:
             _offer_small_proof(plan, reason)
         _show_outcome(gpus)
 

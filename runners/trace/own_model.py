@@ -28,6 +28,7 @@ class OwnModel:
     def __init__(self, hf_config: Mapping[str, Any]) -> None:
         self._hf_config = dict(hf_config)
         self._whole = self._build("eager")
+        self._shortened: dict[str, nn.Module] = {}
         self.name = type(self._whole).__name__
         self.kinds = find_kinds(decoder_layers(self._whole))
         self.num_traced = shortest_like(self.kinds)
@@ -67,8 +68,11 @@ class OwnModel:
 
     def prepared(self, attention: str, compute: str, checkpointing: str) -> nn.Module:
         """The first `num_traced` layers of the model, as an engine and a job prepare them."""
-        model = self._build(attention)
-        del decoder_layers(model)[self.num_traced :]
+        if attention not in self._shortened:
+            built = self._build(attention)
+            del decoder_layers(built)[self.num_traced :]
+            self._shortened[attention] = built
+        model = copied(self._shortened[attention])
         dtype = torch.bfloat16 if compute == "bf16" else torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)  # engines store all in one dtype

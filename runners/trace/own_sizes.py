@@ -33,7 +33,7 @@ class OwnSizes:
 
     def factor(self, numel: int, shape: tuple[int, ...]) -> tuple[str, int]:
         """Split an element count into (monomial, coefficient); `shape` tells the vocabulary."""
-        if numel % self.seq and numel % (self.seq + 1) == 0:
+        if self.seq + 1 in shape and numel % self.seq and numel % (self.seq + 1) == 0:
             # Labels padded by one position: counted as a plain sequence.
             numel = numel // (self.seq + 1) * self.seq
         rows, tokens, rest = self.powers(numel)
@@ -80,7 +80,8 @@ def two_sizes(
 
     first = max(low, _SMALLEST_SEQ)
     lengths = range(min(high, max(_LARGEST_SEQ, low + 1000)), first - 1, -1)
-    seqs = [length for length in lengths if _is_prime(length) and is_free(length)][:2]
+    # One more than the tokens is a size as well: that of padded labels.
+    seqs = [s for s in lengths if _is_prime(s) and is_free(s) and s + 1 not in taken][:2]
     batches = [batch for batch in _BATCHES if is_free(batch) and batch not in seqs][:2]
     if len(seqs) < 2 or len(batches) < 2:
         return None
