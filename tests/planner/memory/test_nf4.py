@@ -155,4 +155,4 @@ def test_what_cannot_be_held_in_4_bits_is_said() -> None:
     fsdp2 = Parallelism(engine=Engine.FSDP2)
     assert "fsdp2 lays out its parameters" in _refusal(fsdp2)
     assert "or engine ddp" in _refusal(Parallelism())
-    assert "workload.base_dtype is 'nf4'" in _refusal(precision=Precision.FP32)
+    assert "workload.precision is 'fp32'" in _refusal(precision=Precision.FP32)
