@@ -194,6 +194,10 @@ class DdpStates:
         """Nothing: the buckets are there already."""
         return (0, 0, 0)
 
+    def behind_loss(self) -> Parts:
+        """Nothing more: what the backward uses is there before."""
+        return {}
+
     def at_section_end(self, place: Place) -> Parts:
         """Nothing: buckets are reduced in place."""
         return {}

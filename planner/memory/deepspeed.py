@@ -221,6 +221,10 @@ class DeepSpeedStates:
         begins = self._stage != 3 and place.section == "loss_backward"
         return (0, 0, self._bucket_bytes if begins else 0)
 
+    def behind_loss(self) -> Parts:
+        """Nothing more: what the backward uses is there before."""
+        return {}
+
     def at_section_end(self, place: Place) -> Parts:
         """The copies that reducing the buckets of this place takes, in bytes."""
         if not place.in_backward:

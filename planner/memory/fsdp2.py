@@ -211,6 +211,10 @@ class Fsdp2States:
         """FSDP2 keeps the gradients autograd made: there are no flat buffers before reduction."""
         return (0, 0, 0)
 
+    def behind_loss(self) -> Parts:
+        """Nothing more: what the backward uses is there before."""
+        return {}
+
     def at_section_end(self, place: Place) -> Parts:
         """The next unit's gathering in the forward, the unit's reduction in the backward.
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from planner.memory.adapters import trained_groups
 from planner.memory.groups import GroupSizes, group_numels
 from planner.memory.optimizers import stepped_groups
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
 from planner.memory.sections import FLAT_GROUPS
-from planner.memory.states import Precisions
+from planner.memory.states import Precisions, compute_bytes
 from planner.model import ModelSpec
 from planner.rank import with_all_experts
-from planner.workload import Engine, Parallelism, TrainingWorkload
+from planner.workload import Engine, Loss, Parallelism, TrainingWorkload
 
-_FP32_BYTES = 4
+# What of a whole group is not trained, and what is.
+_WHOLE = ("whole frozen", "whole")
 
 
 class PeakmarkReplay(EngineBase):
-    """Our engine: flat groups on the default stream (runners/zero/engine.py)."""
+    """Our engine: flat groups, all allocated on the default stream (runners/zero/engine.py).
+
+    Stage 3 has the unit in use and the next one whole (runners/zero/gathering.py). From stage 2 on
+    what a reduction reads is held until the next group is finished (runners/zero/reduction.py).
+    """
 
     def __init__(
         self,
@@ -29,8 +36,11 @@ class PeakmarkReplay(EngineBase):
     ) -> None:
         super().__init__(spec, workload, memory, workspaces_bytes)
         self._finished: set[tuple[str, int]] = set()
+        self._last_layer = spec.num_layers - 1
         self._stage = parallelism.zero_stage
-        self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK)
+        self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK, self._stage)
+        self._compute = compute_bytes(workload.precision)
+        self._casts = self._sizes.gradient != self._sizes.state
         ranks = parallelism.world_size
         spread, own = group_numels(with_all_experts(spec)), group_numels(spec)
         trained = trained_groups(spec, workload)
@@ -40,7 +50,6 @@ class PeakmarkReplay(EngineBase):
         if trained is not None:
             self._frozen = trained.frozen.map(lambda numel: -(-numel // ranks))
             self._first_trained = trained.first_layer
-            self._tied = False  # a frozen weight has no shares of a gradient
             spread = own = trained.trained
         self._shard = spread.map(lambda numel: -(-numel // ranks))
         self._whole = own.map(lambda numel: -(-numel // ranks) * ranks)
@@ -49,14 +58,17 @@ class PeakmarkReplay(EngineBase):
         self._groups = [("embedding", 0), *layers, ("head", 0)]
         stepped = self._whole if self._stage == 0 else self._shard
         self._tensors = stepped_groups(spec, workload.optimizer, stepped, self._sizes.state)
+        tied: list[tuple[str, int]] = [("embedding", 0)] if spec.tie_word_embeddings else []
+        self._head_unit = [("head", 0), *tied]
+        self._read: list[Any] = []
 
     def start(self) -> None:
         """Flat parameters group by group, then the master copies."""
         memory, sizes = self._memory, self._sizes
         for group in self._groups:
             if self._frozen is not None:
-                self._keep_frozen(group, self._frozen.of(*group) * sizes.parameter)
-            memory.take(("whole", group), self._whole.of(*group) * sizes.parameter)
+                self._keep_frozen(group, self._frozen.of(*group) * self._compute)
+            memory.take(("whole", group), self._whole.of(*group) * self._compute)
             if self._stage == 3:
                 memory.take(("shard", group), self._shard.of(*group) * sizes.parameter)
                 memory.give(("whole", group))
@@ -70,23 +82,41 @@ class PeakmarkReplay(EngineBase):
             self._memory.take(("shard", "frozen", group), shard_bytes)
             self._memory.give(("whole frozen", group))
 
-    def _release_frozen(self, *groups: tuple[str, int]) -> None:
-        self._memory.give(*(("whole frozen", group) for group in groups))
+    def _gather(self, *groups: tuple[str, int]) -> None:
+        for group in groups:
+            if self._frozen is not None:
+                size_bytes = self._frozen.of(*group) * self._ranks * self._compute
+                self._memory.take(("whole frozen", group), size_bytes)
+            self._memory.take(("whole", group), self._whole.of(*group) * self._compute)
+
+    def _keep_only(self, *kept: tuple[str, int]) -> None:
+        *layers, head = self._groups[1:]
+        gone = [group for group in (*layers, head, ("embedding", 0)) if group not in kept]
+        self._memory.give(*((name, group) for group in gone for name in _WHOLE))
 
     def before(self, section: str, layer: int) -> None:
-        """Gather the groups of stage 3."""
+        """Gather what the section uses and, ahead, what the next one does; stage 3 only."""
         if self._stage == 3:
-            is_backward = section.endswith("layer_backward")
-            if is_backward:
-                self._release_frozen(("layer", layer + 1), ("embedding", 0), ("head", 0))
-            if is_backward and layer < self._first_trained:
-                return
-            for group in _groups_of(section, layer):
-                if self._frozen is not None:
-                    size_bytes = self._frozen.of(*group) * self._ranks * self._sizes.parameter
-                    self._memory.take(("whole frozen", group), size_bytes)
-                self._memory.take(("whole", group), self._whole.of(*group) * self._sizes.parameter)
+            own = ("layer", layer)
+            if section == "embed":
+                self._gather(("embedding", 0), ("layer", 0))
+            elif section == "layer":
+                following = self._head_unit if layer == self._last_layer else [("layer", layer + 1)]
+                self._gather(own)
+                self._keep_only(own, *following)
+                self._gather(*following)
+            elif section in ("head", "loss_backward"):
+                self._gather(*self._head_unit)
+            elif section == "layer_backward" and layer >= self._first_trained:
+                following = [("layer", layer - 1)] if layer > self._first_trained else []
+                self._keep_only(own, *following)
+                self._gather(own, *following)
         self._take_workspace(section)
+
+    def before_backward_product(self) -> None:
+        """Gather the last layer ahead, where the head is a module that says when logits are done."""
+        if self._stage == 3 and self._workload.loss is Loss.HF:
+            self._gather(("layer", self._last_layer))
 
     def first_gradient(self, group: int, layer: int) -> None:
         """Make the group's flat gradient."""
@@ -99,14 +129,14 @@ class PeakmarkReplay(EngineBase):
 
     def after(self, section: str, layer: int, gradients: Blocks) -> None:
         """Release a layer after its forward; reduce a group after its backward."""
-        if not section.endswith("_backward"):
-            if self._stage == 3 and "layer" in section:
-                self._release_frozen(("layer", layer))
-                self._memory.give(("whole", ("layer", layer)))
-            return
-        self._finish(_finished_group(section, layer))
-        if self._stage == 3 and section == "embed_backward":
-            self._release_frozen(("layer", 0))
+        if section == "layer" and self._stage == 3:
+            self._memory.give(*((name, ("layer", layer)) for name in _WHOLE))
+        if section.endswith("_backward"):
+            self._finish(_finished_group(section, layer))
+        if section == "embed_backward":
+            self._settle()
+            if self._stage == 3:
+                self._keep_only()
 
     def last_gradient(self, group: int, layer: int) -> None:
         """Reduce the group; what is left of its section's backward comes after that."""
@@ -119,22 +149,27 @@ class PeakmarkReplay(EngineBase):
         self._finished.clear()
 
     def _finish(self, group: tuple[str, int]) -> None:
-        if group in self._finished:
+        if group in self._finished or not self._whole.of(*group):
             return
         self._finished.add(group)
         if group[0] == "head" and self._tied:
             self._take_gradient(group)  # the final norm's, after the tied weight's share
-        if self._stage >= 2 and self._reduces:
-            self._reduce(group)
         if self._stage == 3:
             self._memory.give(("whole", group))
+        if self._stage >= 2 and self._reduces:
+            self._reduce(group)
 
     def _reduce(self, group: tuple[str, int]) -> None:
         memory, size_bytes = self._memory, self._shard.of(*group) * self._sizes.gradient
-        kept = ("gradient shard", group)
-        is_first = not memory.holds(kept)
-        memory.take(kept if is_first else "reduced", size_bytes)
-        memory.give(("gradient", group), "reduced")
+        kept, added = ("gradient shard", group), ("reduced", group)
+        self._settle()
+        memory.take(added if memory.holds(kept) else kept, size_bytes)
+        self._read = [added, ("gradient", group)]
+
+    def _settle(self) -> None:
+        """Free what the last reduction has read."""
+        self._memory.give(*self._read)
+        self._read = []
 
     def _stepped(self, group: tuple[str, int]) -> int:
         numel: int = (self._whole if self._stage == 0 else self._shard).of(*group)
@@ -146,18 +181,12 @@ class PeakmarkReplay(EngineBase):
             numel = self._stepped(group)
             if not numel:
                 continue
-            if self._sizes.master:
-                self._memory.take("cast", numel * _FP32_BYTES)
+            if self._casts:
+                self._memory.take("cast", numel * self._sizes.state)
             self._step_tensors(group, self._tensors.of(*group))
             self._memory.give("cast")
         for group in self._groups:
             self._memory.give(("gradient", group), ("gradient shard", group))
-
-
-def _groups_of(section: str, layer: int) -> list[tuple[str, int]]:
-    if "layer" in section:
-        return [("layer", layer)]
-    return {"embed": [("embedding", 0)], "head": [("head", 0)]}.get(section, [])
 
 
 def _finished_group(section: str, layer: int) -> tuple[str, int]:

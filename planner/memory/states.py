@@ -27,19 +27,21 @@ from planner.model import ModelSpec
 from planner.rank import with_all_experts
 from planner.workload import Engine, Optimizer, Precision
 
-FP32_BYTES = 4
 Parts = dict[str, Any]
-_HEAD_IS_GATHERED = ("head", "loss", "loss_backward")
 
 
 class HeldGroup(NamedTuple):
-    """Groups of one size: elements of the parameters kept and of what is stepped."""
+    """Groups of one size: elements of the parameters kept and of what is stepped.
+
+    `kept_itemsize` are the bytes of a kept element where they are not the precision's.
+    """
 
     name: str
     number: int
     kept: Any
     stepped: Any
     states: tuple[State, ...]
+    kept_itemsize: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,21 @@ class Precisions:
     master: int
 
     @classmethod
-    def of(cls, precision: Precision, engine: Engine) -> Precisions:
-        """Element sizes: `mixed` in our engine is bf16 with fp32 master, in FSDP2 fp32 shards."""
+    def of(
+        cls, precision: Precision, engine: Engine, stage: int = 0, offloads: bool = False
+    ) -> Precisions:
+        """Element sizes: `mixed` is bf16 with an fp32 master, in FSDP2 fp32 shards.
+
+        Our stage 3 keeps the master alone, and casts it as it is gathered. Where the optimizer
+        `offloads`, the master is on the host.
+        """
         if precision is Precision.BF16:
             return cls(2, 2, 2, 0)
+        if precision is Precision.MIXED and offloads:
+            return cls(2, 2, 4, 0)
         if precision is Precision.MIXED and engine in (Engine.PEAKMARK, Engine.DEEPSPEED):
-            return cls(2, 2, 4, 4)
+            is_master_alone = engine is Engine.PEAKMARK and stage == 3
+            return cls(4, 2, 4, 0) if is_master_alone else cls(2, 2, 4, 4)
         return cls(4, 4, 4, 0)
 
 
@@ -82,31 +93,53 @@ def first_finished(place: Place, num_layers: int) -> int:
     return 0 if place.section == "embed_backward" else num_layers
 
 
-class FrozenGroups:
-    """What our engine does not train: groups that are gathered for their use, never updated.
+def compute_bytes(precision: Precision) -> int:
+    """Bytes of an element of whole parameters in our engine."""
+    return 2 if precision in (Precision.MIXED, Precision.BF16) else 4
 
-    Embedding and head are released when the last layer's backward begins.
+
+class Gathered:
+    """Elements of groups that stage 3 has whole at each place: those in use and the next unit's.
+
+    The head's unit has a tied embedding too. Below `first_trained` no backward comes.
     """
 
-    def __init__(self, trained: Trained, world_size: Any, sharded: bool) -> None:
-        shard = trained.frozen.map(lambda numel: _ceil_div(numel, world_size))
-        self._first_trained = trained.first_layer
-        self._whole = shard.map(lambda size: size * world_size)
-        self.kept = shard if sharded else self._whole
+    def __init__(
+        self, whole: GroupSizes, num_layers: int, is_tied: bool, first_trained: int
+    ) -> None:
+        self._whole, self._layers, self._first_trained = whole, num_layers, first_trained
+        self._head = whole.head + (whole.embedding if is_tied else 0)
 
-    def gathered(self, place: Place) -> Any:
-        """Elements gathered at `place` where the groups are sharded."""
-        is_used = place.in_layer and (not place.in_backward or place.layer >= self._first_trained)
-        size: Any = self._whole.layers[place.layer] if is_used else 0
-        if not place.in_backward or place.section == "loss_backward":
-            size = size + self._whole.embedding
-        return size + self._whole.head if place.section in _HEAD_IS_GATHERED else size
+    def at(self, place: Place) -> Any:
+        """What is whole at `place`."""
+        layers = self._whole.layers
+        if place.section == "embed":
+            return self._whole.embedding + layers[0]
+        if place.section == "layer":
+            following = place.layer + 1
+            return layers[place.layer] + (
+                layers[following] if following < self._layers else self._head
+            )
+        if place.section == "layer_backward":
+            if place.layer < self._first_trained:
+                return 0
+            below = layers[place.layer - 1] if place.layer > self._first_trained else 0
+            return layers[place.layer] + below
+        return 0 if place.section == "embed_backward" else self._head
+
+    def ahead_of_backward(self) -> Any:
+        """The last layer, which comes as the head's backward begins behind that of the loss."""
+        return self._whole.layers[self._layers - 1]
 
 
-def frozen_groups(kept: GroupSizes) -> list[HeldGroup]:
+def frozen_groups(kept: GroupSizes, itemsize: int | None = None) -> list[HeldGroup]:
     """What is kept of each kind of group without being trained; nothing of it is stepped."""
     groups = [("embedding", 1, kept.embedding), *kept.layers.by_kind(), ("head", 1, kept.head)]
-    return [HeldGroup(f"frozen {name}", count, size, 0, ()) for name, count, size in groups if size]
+    return [
+        HeldGroup(f"frozen {name}", count, size, 0, (), itemsize)
+        for name, count, size in groups
+        if size
+    ]
 
 
 class PeakmarkStates:
@@ -129,8 +162,8 @@ class PeakmarkStates:
 
         `trained` says what of the model is, where not all is.
         """
-        self._bytes = Precisions.of(precision, Engine.PEAKMARK)
-        self._precision = precision
+        self._bytes = Precisions.of(precision, Engine.PEAKMARK, stage)
+        self._precision, self._compute = precision, compute_bytes(precision)
         self._stage, self._accumulates = stage, accumulates
         # Stages 0 and 1 reduce after the last micro-batch anyway.
         self._keeps_whole = accumulates and (stage < 2 or not syncs)
@@ -140,12 +173,20 @@ class PeakmarkStates:
         self._tied_numel = spec.vocab_size * spec.hidden_size if has_tied_gradients else 0
         # Experts that several ranks split have fewer ranks to be sharded over.
         numels, spread = group_numels(spec), group_numels(with_all_experts(spec))
-        self._frozen: FrozenGroups | None = None
+        self._frozen: GroupSizes | None = None
+        first_trained = 0
         if trained is not None:
-            self._frozen = FrozenGroups(trained, world_size, sharded=stage == 3)
+            self._frozen, first_trained = trained.frozen, trained.first_layer
             numels = spread = trained.trained
         self.shard = spread.map(lambda numel: _ceil_div(numel, world_size))
         self.padded = numels.map(lambda numel: _ceil_div(numel, world_size) * world_size)
+        units = spec.num_layers, spec.tie_word_embeddings, first_trained
+        self._gathered = [Gathered(self.padded, *units)] if stage == 3 else []
+        if self._frozen is not None:
+            frozen = self._frozen.map(lambda numel: _ceil_div(numel, world_size))
+            whole = frozen.map(lambda size: size * world_size)
+            self._gathered += [Gathered(whole, *units)] if stage == 3 else []
+            self._frozen = frozen if stage == 3 else whole
         self._optimizer = optimizer
         self._parameters = self.shard if stage == 3 else self.padded
         self._gradient_numels = self.shard if stage >= 2 else self.padded
@@ -156,9 +197,10 @@ class PeakmarkStates:
     def persistent(self) -> Parts:
         """Parameters and optimizer states, in bytes."""
         state_bytes = self._states.map(lambda states: sum(s.size_bytes for s in states))
-        frozen = self._frozen.kept.total() if self._frozen else 0
+        frozen = self._frozen.total() if self._frozen else 0
+        kept_bytes = self._parameters.total() * self._bytes.parameter
         return {
-            "parameters": (self._parameters.total() + frozen) * self._bytes.parameter,
+            "parameters": kept_bytes + frozen * self._compute,
             "optimizer": self._stepped.total() * self._bytes.master + state_bytes.total(),
         }
 
@@ -174,12 +216,13 @@ class PeakmarkStates:
         ]
         if self._frozen is None:
             return groups
-        return [*(group for group in groups if group.kept), *frozen_groups(self._frozen.kept)]
+        frozen = frozen_groups(self._frozen, self._compute)
+        return [*(group for group in groups if group.kept), *frozen]
 
     def at(self, place: Place) -> Parts:
         """Gathered parameters and gradients of groups begun before `place`, in bytes."""
         return {
-            "gathered": self._gathered(place) * self._bytes.parameter,
+            "gathered": sum(groups.at(place) for groups in self._gathered) * self._compute,
             "gradients": self._gradients(place) * self._bytes.gradient,
             # Autograd holds the head's share of a tied weight until the embedding's is there.
             "temporary": tied_shares(place, self._precision)
@@ -187,28 +230,29 @@ class PeakmarkStates:
             * self._bytes.gradient,
         }
 
-    def _gathered(self, place: Place) -> Any:
-        if self._stage < 3:
-            return 0
-        frozen = self._frozen.gathered(place) if self._frozen else 0
-        whole = self.padded.embedding + frozen
-        if place.in_layer:
-            whole = whole + self.padded.layers[place.layer]
-        if place.section in _HEAD_IS_GATHERED:
-            whole = whole + self.padded.head
-        return whole
-
     def _gradients(self, place: Place) -> Any:
         sizes = self._gradient_numels
         if self._keeps_whole:
-            return self.padded.total()
+            # As the last layer's backward runs, nothing is freed of the head's yet.
+            is_next = place == Place("layer_backward", self._layers - 1)
+            return self.padded.total() + (self._reads(place) and is_next) * self.shard.head
+        read = self._whole_before(place) if self._reads(place) else 0
         if self._accumulates:
-            return sizes.total()
+            return sizes.total() + read
         if not place.in_backward:
             return 0
         after_loss = place.section != "loss_backward"
         done = sizes.layers.total(first_finished(place, self._layers))
-        return done + after_loss * sizes.head
+        return done + after_loss * sizes.head + read
+
+    def _reads(self, place: Place) -> bool:
+        """Whether a reduction reads the whole gradient of the group before `place`."""
+        return self._stage >= 2 and place.in_backward and place.section != "loss_backward"
+
+    def _whole_before(self, place: Place) -> Any:
+        """Elements of the group whose backward was the last before `place`."""
+        above = first_finished(place, self._layers)
+        return self.padded.head if above == self._layers else self.padded.layers[above]
 
     def flat(self, place: Place) -> tuple[Any, ...]:
         """Bytes of the flat gradient that begins in `place`, per entry of FLAT_GROUPS.
@@ -225,18 +269,29 @@ class PeakmarkStates:
             sizes[0] = sizes[0] - tied_shares(place, self._precision) * self._tied_numel
         return tuple(size * self._bytes.gradient for size in sizes)
 
+    def behind_loss(self) -> Parts:
+        """The last layer is gathered once the loss is behind, as the head's backward begins."""
+        ahead = sum(groups.ahead_of_backward() for groups in self._gathered)
+        return {"gathered": ahead * self._compute}
+
     def at_section_end(self, place: Place) -> Parts:
-        """What reducing the finished group adds at the end of a backward section, in bytes."""
+        """What the reduction of the finished group adds at the end of a backward section, in bytes.
+
+        Its shard comes as what the group before it held goes.
+        """
         if self._stage < 2 or not place.in_backward:
             return {}
-        if self._keeps_whole and place.section != "loss_backward":
+        if place.section == "loss_backward":
+            return {"gradients": self.shard.head * self._bytes.gradient}
+        if self._keeps_whole:
             return {}  # by then the last micro-batch has freed more than this
-        group = {"loss_backward": "head", "embed_backward": "embedding"}.get(place.section, "layer")
-        return {"gradients": self.shard.of(group, place.layer) * self._bytes.gradient}
+        group = "embedding" if place.section == "embed_backward" else "layer"
+        more = self.shard.of(group, place.layer) - self._whole_before(place)
+        return {"gradients": np.maximum(more, 0) * self._bytes.gradient}
 
     def optimizer_step(self) -> Parts:
         """Gradients and temporaries while the largest group's optimizer steps, in bytes."""
-        cast_bytes = FP32_BYTES if self._bytes.master else 0
+        cast_bytes = self._bytes.state if self._bytes.state != self._bytes.gradient else 0
         numels, tensors = self._stepped, self._tensors
         groups = [
             (numels.embedding, tensors.embedding),

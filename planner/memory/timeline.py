@@ -17,6 +17,7 @@ from planner.model import ModelSpec
 from planner.rank import RankSpec
 
 OPTIMIZER_STEP = "optimizer"
+_GRADIENT_BYTES = 4
 # Bytes by part of what is alive at a place beside the model's and the engine's own tensors.
 PartsAt = Callable[[Place], Parts]
 # The phases people read, in the order of a step.
@@ -42,6 +43,8 @@ class EngineStates(Protocol):
     def at(self, place: Place) -> Parts: ...
 
     def flat(self, place: Place) -> tuple[Any, ...]: ...
+
+    def behind_loss(self) -> Parts: ...
 
     def at_section_end(self, place: Place) -> Parts: ...
 
@@ -97,11 +100,15 @@ class Timeline:
         self._live: Any = np.tensordot(moments.constant, values, axes=1)
         self._live_total: Any = self._live.sum(axis=1)
         self._persistent = states.persistent()
-        self._engine_totals: dict[tuple[Place, int, bool], Any] = {}
+        self._engine_totals: dict[tuple[Place, int, bool, bool], Any] = {}
         rows = _rows_by_place(moments.place)
         if isinstance(spec, RankSpec):
             rows = {place: r for place, r in rows.items() if spec.runs(place.section)}
         self._rows = rows
+        # Bytes per logit: an fp32 loss has more alive, behind it is their gradient at most.
+        logits = moments.constant[:, COMPONENTS.index("logits")].sum(axis=1)
+        backward = rows.get(Place("loss_backward"), [])
+        self._behind_loss = {row for row in backward if logits[row] <= _GRADIENT_BYTES}
 
     def highest(self) -> dict[str, Moment]:
         """The highest moment of every phase (scalars only)."""
@@ -136,6 +143,8 @@ class Timeline:
             sizes = zip(FLAT_GROUPS, states.flat(place), strict=True)
             begun = sum(size for name, size in sizes if moments.has_begun(row, name))
             parts["gradients"] = parts["gradients"] + begun
+        if row in self._behind_loss:
+            parts = add_parts(parts, states.behind_loss())
         if moments.at_end[row]:
             parts = add_parts(parts, states.at_section_end(place))
         return parts
@@ -145,7 +154,8 @@ class Timeline:
 
     def _engine_total(self, place: Place, row: int) -> Any:
         # Moments of one section differ in the model's tensors; the engine's change once or twice.
-        key = (place, self._moments.flat_key[row], self._moments.at_end[row])
+        moments = self._moments
+        key = (place, moments.flat_key[row], moments.at_end[row], row in self._behind_loss)
         if key not in self._engine_totals:
             self._engine_totals[key] = sum(self._engine_parts(place, row).values())
         return self._engine_totals[key]

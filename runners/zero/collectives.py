@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,7 +25,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class Collectives(ABC):
-    """Collectives of `world_size` ranks as seen by `rank`; sums, never averages.
+    """Collectives of `world_size` ranks as seen by `rank`; reductions sum, or average with AVG.
 
     The payload counted is the full buffer's bytes: the tensor of an all-reduce, the input of a
     reduce-scatter, the output of an all-gather. A ring moves (N-1)/N of it per rank, an
@@ -37,10 +38,10 @@ class Collectives(ABC):
         self._traffic: dict[str, Traffic] = {}
         self._counting = True
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum `tensor` over the ranks, in place."""
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce `tensor` over the ranks, in place."""
         self.count("all_reduce", _bytes(tensor))
-        self._all_reduce(tensor)
+        self._all_reduce(tensor, op)
 
     def reduce_scatter(
         self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -82,7 +83,7 @@ class Collectives(ABC):
             self._counting = True
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor) -> None: ...
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None: ...
 
     @abstractmethod
     def _reduce_scatter(
@@ -94,7 +95,11 @@ class Collectives(ABC):
 
 
 class ProcessGroupCollectives(Collectives):
-    """Collectives over a real torch.distributed process group."""
+    """Collectives over a real torch.distributed process group.
+
+    NCCL averages in the reduction itself. gloo does not average every tensor: it sums, and the
+    result is divided.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
@@ -105,11 +110,25 @@ class ProcessGroupCollectives(Collectives):
         """The group the collectives run over; None is the default group."""
         return self._group
 
-    def _all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._group)
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        divides = self._divides(tensor, op)
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if divides else op, group=self._group)
+        if divides:
+            tensor.div_(self.world_size)
 
     def _reduce_scatter(self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        dist.reduce_scatter_tensor(output, full, op=op, group=self._group)
+        divides = self._divides(full, op)
+        kind = dist.ReduceOp.SUM if divides else op
+        dist.reduce_scatter_tensor(output, full, op=kind, group=self._group)
+        if divides:
+            output.div_(self.world_size)
+
+    def _divides(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> bool:
+        if op != dist.ReduceOp.AVG:
+            return False
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        return group._get_backend(tensor.device).name() != "nccl"
 
     def _all_gather(self, output: Tensor, shard: Tensor) -> None:
         dist.all_gather_into_tensor(output, shard, group=self._group)
@@ -118,18 +137,24 @@ class ProcessGroupCollectives(Collectives):
 class LocalCollectives(Collectives):
     """One rank alone, which takes every other rank for a copy of itself at rest.
 
-    Outputs are always filled: a gather repeats the rank's own shard, a reduction is the rank's
-    own contribution. No buffer is allocated, and a gather takes at most three kernels at any
+    Outputs are always filled: a gather repeats the rank's own shard, a sum is the rank's own
+    contribution, an average its share of the ranks' number. No buffer is allocated, and a gather takes at most three kernels at any
     world size.
     """
 
-    def _all_reduce(self, tensor: Tensor) -> None:
-        """One contribution is its own sum."""
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        if self._divides(op):
+            tensor.div_(self.world_size)
 
     def _reduce_scatter(self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        own = full.view(self.world_size, -1)[self.rank]
-        if own.data_ptr() != output.data_ptr():
-            output.view(-1).copy_(own)
+        own, output = full.view(self.world_size, -1)[self.rank], output.view(-1)
+        if self._divides(op):
+            torch.div(own, self.world_size, out=output)
+        elif own.data_ptr() != output.data_ptr():
+            output.copy_(own)
+
+    def _divides(self, op: dist.ReduceOp.RedOpType) -> bool:
+        return self.world_size > 1 and op == dist.ReduceOp.AVG
 
     def _all_gather(self, output: Tensor, shard: Tensor) -> None:
         parts, own = output.view(self.world_size, -1), shard.view(-1)

@@ -1,27 +1,33 @@
-"""ZeRO stages 0 to 3 around a Hugging Face causal language model, on the default stream.
+"""ZeRO stages 0 to 3 around a Hugging Face causal language model.
 
 Stage 0 keeps everything on every rank, 1 shards the optimizer, 2 also the gradients, 3 also the
-parameters. Gradients are summed over the ranks and divided by the world size.
+parameters. Gradients are averaged over the ranks. Collectives run on a stream of their own, while
+the backward, the next forward or the optimizer goes on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runners.engines.precision import COMPUTE_DTYPES
 from runners.zero.collectives import Collectives, LocalCollectives
+from runners.zero.gathering import Gatherer
 from runners.zero.groups import (
     FlatGroup,
-    decoder_layers,
+    Members,
     partition_parameters,
     refill_buffers,
     storage_bytes,
 )
+from runners.zero.offload import HostOptimizer, HostStepper, check_offload
 from runners.zero.optimizer import WHOLE_MATRIX_KINDS, ShardOptimizer
+from runners.zero.reduction import Reducer
+from runners.zero.streams import SideStream
 
 
 class ZeroEngine:
@@ -46,6 +52,7 @@ class ZeroEngine:
         collectives: Collectives | None = None,
         seed: int = 0,
         sync_each_micro_batch: bool = True,
+        offload_optimizer: bool = False,
     ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
@@ -60,7 +67,9 @@ class ZeroEngine:
                 dtype=COMPUTE_DTYPES[precision],
                 device=device,
                 seed=seed,
-                sharded_parameters=stage == 3,
+                shard_dtype=_shard_dtype(precision, members, offload_optimizer)
+                if stage == 3
+                else None,
             )
             for members in partition_parameters(model)
         ]
@@ -69,24 +78,34 @@ class ZeroEngine:
         whole = optimizer in WHOLE_MATRIX_KINDS
         if whole and stage != 0:
             raise ValueError(f"{optimizer} steps whole matrices, which stage {stage} shards")
-        self._optimizers = [
-            ShardOptimizer(
-                group.flat if stage == 0 else group.shard,
-                kind=optimizer,
-                lr=lr,
-                with_master=precision == "mixed",
-                split=group.layout.views if whole else None,
-                in_layer=group.name.startswith("layer."),
-            )
-            for group in self.trained
-        ]
+        self._host: HostStepper | None = None
+        self._optimizers: list[ShardOptimizer] = []
+        if offload_optimizer:
+            check_offload(stage, optimizer, precision)
+            hosted = [HostOptimizer(group.shard, lr=lr) for group in self.trained]
+            self._optimizers, self._host = [*hosted], HostStepper(hosted)
+        else:
+            self._optimizers += [
+                ShardOptimizer(
+                    group.flat if stage == 0 else group.shard,
+                    kind=optimizer,
+                    lr=lr,
+                    with_master=precision == "mixed",
+                    split=group.layout.views if whole else None,
+                    in_layer=group.name.startswith("layer."),
+                )
+                for group in self.trained
+            ]
+        side = SideStream(device, self.collectives.world_size)
+        self._side, self._reducer = side, Reducer(stage, self.collectives, side)
         self._awaited: list[FlatGroup] = []
-        self._is_in_backward = False
         self._reduces_now = False
         self._hook_gradients()
+        self._gatherer: Gatherer | None = None
         if stage == 3:
-            self._hook_layers(decoder_layers(model))
-            self._hook_outer_modules()
+            self._gatherer = Gatherer(
+                model, self.groups, self.collectives, side, self._complete_above
+            )
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; reduce what the stage reduces in this micro-batch."""
@@ -94,24 +113,33 @@ class ZeroEngine:
         # Collectives must come in one order on all ranks even where some rank's parameters get
         # no gradient, so groups are reduced in this order only.
         self._awaited = self.trained[::-1]
-        self._is_in_backward = True
-        try:
+        with self._gatherer.backward() if self._gatherer else nullcontext():
             loss.backward()
-        finally:
-            self._is_in_backward = False
-        self._finish_backward()
+            self._finish_backward()
 
     def step(self) -> None:
         """Step every group's optimizer, share the new parameters, free the gradients."""
+        end: torch.cuda.Event | None = None
         with torch.no_grad():
-            for group, optimizer in zip(self.trained, self._optimizers, strict=True):
-                whole = group.gradient if self.stage == 0 else None
-                optimizer.step(group.own_gradient() if whole is None else whole)
+            for group in self._step_groups():
                 if self.stage in (1, 2):
-                    self.collectives.all_gather(group.flat, group.shard)
+                    end = self._side.run(partial(group.fill, self.collectives.all_gather))
+        self._side.wait(end)
         for group in self.trained:
             group.free_full_gradient()
             group.gradient_shard = None
+
+    def _step_groups(self) -> Iterator[FlatGroup]:
+        """Step the optimizers; yield each group whose shard is new."""
+        if self._host is not None:
+            gradients = [group.own_gradient() for group in self.trained]
+            for index in self._host.step(gradients):
+                yield self.trained[index]
+            return
+        for group, optimizer in zip(self.trained, self._optimizers, strict=True):
+            whole = group.gradient if self.stage == 0 else None
+            optimizer.step(group.own_gradient() if whole is None else whole)
+            yield group
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter (a collective call at stage 3; not counted)."""
@@ -133,6 +161,7 @@ class ZeroEngine:
                 [t for g in self.groups for t in (g.gradient, g.gradient_shard)]
             ),
             "optimizer_bytes": sum(optimizer.state_bytes() for optimizer in self._optimizers),
+            **({} if self._host is None else {"host_bytes": self._host.host_bytes()}),
         }
 
     def stepped_groups(self) -> list[tuple[FlatGroup, ShardOptimizer | None]]:
@@ -146,50 +175,6 @@ class ZeroEngine:
                 parameter.register_hook(partial(self._before_gradient, group, index))
                 parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, group))
 
-    def _hook_layers(self, layers: nn.ModuleList) -> None:
-        for index, layer in enumerate(layers):
-            groups = self._named(f"layer.{index}")
-            for group in groups:
-                layer.register_forward_pre_hook(partial(self._before_forward, group))
-            layer.register_forward_hook(partial(self._after_layer, groups))
-
-    def _named(self, name: str) -> list[FlatGroup]:
-        return [group for group in self.groups if group.name == name]
-
-    def _hook_outer_modules(self) -> None:
-        # Embedding and head have no module of their own: each module that holds one of their
-        # parameters gathers the group at its first use, and the backward pass releases it.
-        for group in self.groups:
-            if not group.name.startswith("layer."):
-                for module in {o.module for owners in group.owners for o in owners}:
-                    module.register_forward_pre_hook(partial(self._before_forward, group))
-
-    def _before_forward(self, group: FlatGroup, module: nn.Module, args: Any) -> None:
-        group.gather(self.collectives.all_gather)
-
-    def _after_layer(
-        self, groups: list[FlatGroup], module: nn.Module, args: Any, output: Any
-    ) -> None:
-        if self._is_in_backward:
-            return  # a checkpoint's recompute: its backward is about to use the parameters
-        outputs = output if isinstance(output, tuple) else (output,)
-        for tensor in outputs:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._before_layer_backward, groups))
-        for group in groups:
-            group.release()
-
-    def _before_layer_backward(self, groups: list[FlatGroup], gradient: Tensor) -> None:
-        self._release_frozen(groups)
-        for group in groups:
-            group.gather(self.collectives.all_gather)
-
-    def _release_frozen(self, needed: list[FlatGroup]) -> None:
-        """Release frozen groups but the `needed`: no gradient of theirs says when they are done."""
-        for group in self.groups:
-            if group.is_frozen and group not in needed:
-                group.release()
-
     def _before_gradient(self, group: FlatGroup, index: int, gradient: Tensor) -> None:
         group.accept_gradient(index)
 
@@ -200,43 +185,39 @@ class ZeroEngine:
             while self._awaited and self._awaited[0].is_complete:
                 self._complete(self._awaited.pop(0))
 
+    def _complete_above(self, unit: int) -> None:
+        """Complete the groups above the unit whose backward begins: nothing comes any more.
+
+        So gathers and reductions have one order on all ranks.
+        """
+        assert self._gatherer is not None
+        while self._awaited and self._gatherer.unit_of[self._awaited[0]] > unit:
+            self._complete_without_gradient(self._awaited.pop(0))
+
     def _finish_backward(self) -> None:
         for group in self._awaited:
-            for index in range(len(group.parameters)):
-                group.accept_gradient(index)
-            self._complete(group)
+            self._complete_without_gradient(group)
         self._awaited = []
-        if self.stage == 3:
-            self._release_frozen([])
+        self._reducer.settle()
+
+    def _complete_without_gradient(self, group: FlatGroup) -> None:
+        """Complete a group of which some parameters had no gradient: theirs is zero."""
+        for index in range(len(group.parameters)):
+            group.accept_gradient(index)
+        self._complete(group)
 
     def _complete(self, group: FlatGroup) -> None:
         group.arrived, group.is_complete = 0, False
+        if self._gatherer is not None:
+            self._gatherer.release(group)
         if self._reduces_now:
-            self._reduce(group)
-        if self.stage == 3:
-            group.release()
+            self._reducer.start(group)
 
-    @torch.no_grad()
-    def _reduce(self, group: FlatGroup) -> None:
-        full = group.gradient
-        assert full is not None
-        if self.stage == 0:
-            self.collectives.all_reduce(full)
-            self._average(full)
-        elif self.stage == 1:
-            self.collectives.reduce_scatter(group.own_gradient(), full)
-            self._average(group.own_gradient())
-        else:
-            shard = full.new_empty(group.layout.shard_numel)
-            self.collectives.reduce_scatter(shard, full)
-            self._average(shard)
-            del full
-            group.free_full_gradient()
-            if group.gradient_shard is None:
-                group.gradient_shard = shard
-            else:
-                group.gradient_shard.add_(shard)
 
-    def _average(self, summed: Tensor) -> None:
-        if self.collectives.world_size > 1:
-            summed.div_(self.collectives.world_size)
+def _shard_dtype(precision: str, members: Members, offload_optimizer: bool) -> torch.dtype:
+    """What stage 3 keeps: in `mixed` the fp32 master is the shard, and is cast as it is gathered.
+
+    Where the optimizer is on the host, the master is there.
+    """
+    is_master = precision == "mixed" and not members.is_frozen and not offload_optimizer
+    return torch.float32 if is_master else COMPUTE_DTYPES[precision]

@@ -186,8 +186,8 @@ def refill_buffers(model: nn.Module, device: torch.device) -> None:
 class FlatGroup:
     """A group's parameters as views of one flat buffer, and its gradients.
 
-    With `sharded_parameters` (stage 3) the rank keeps a shard and the flat buffer's storage is
-    empty except between `gather` and `release`.
+    With a `shard_dtype` (stage 3) the rank keeps a shard, in that dtype, and the flat buffer's
+    storage is empty except between `gather` and `release`.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class FlatGroup:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
-        sharded_parameters: bool,
+        shard_dtype: torch.dtype | None,
     ) -> None:
         self.name, self.is_frozen = members.name, members.is_frozen
         self.rank = rank
@@ -215,8 +215,8 @@ class FlatGroup:
         self.gradient: Tensor | None = None
         self.gradient_shard: Tensor | None = None
         self._storage_bytes = self.flat.untyped_storage().nbytes()
-        if sharded_parameters:
-            self.shard = self.shard.clone()
+        if shard_dtype is not None:
+            self.shard = self.shard.to(shard_dtype, copy=True)
             self.release()
 
     def _adopt(self, index: int, seed: int) -> nn.Parameter:
@@ -240,11 +240,22 @@ class FlatGroup:
 
     def gather(self, all_gather: GatherInto) -> None:
         """Fill the flat buffer from all ranks' shards, unless it is there already."""
-        if self.is_gathered:
-            return
+        if not self.is_gathered:
+            self.make_room()
+            self.fill(all_gather)
+
+    def make_room(self) -> None:
+        """Give the flat buffer its storage back, for a gather to fill."""
         self.flat.untyped_storage().resize_(self._storage_bytes)
-        all_gather(self.flat, self.shard)
         self.is_gathered = True
+
+    @torch.no_grad()
+    def fill(self, all_gather: GatherInto) -> None:
+        """Fill the flat buffer from all ranks' shards, each put into its place in its dtype first."""
+        own = self.layout.shard(self.flat, self.rank)
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        all_gather(self.flat, own)
 
     def release(self) -> None:
         """Free the flat buffer's storage; the parameters keep their shapes."""

@@ -74,6 +74,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 class ShardOptimizer:
     """Steps one flat buffer [n]; `with_master` keeps an fp32 copy that the steps are taken in.
 
+    A buffer in fp32 is its own master copy.
+
     `split` cuts a buffer into views of its parameters, which are then stepped one by one instead.
     """
 
@@ -137,6 +139,6 @@ class ShardOptimizer:
 
     def state_bytes(self) -> int:
         """Bytes of the optimizers' states and of the master copy."""
-        master = [self._master] if self._with_master else []
+        master = [] if self._master is self._shard else [self._master]
         states = [tensor for o in self._optimizers for tensor in state_tensors(o)]
         return storage_bytes([*states, *master])

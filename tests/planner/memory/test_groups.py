@@ -76,12 +76,16 @@ def test_our_engine_sums_and_gathers_layer_by_layer(mixed_spec: ModelSpec) -> No
     )
     # Shards over two ranks: 32, 23 (one element of padding), 126, 34.
     assert engine.persistent()["parameters"] == 2 * (32 + 2 * 23 + 3 * 126 + 34)
-    assert engine.at(Place("layer", 1))["gathered"] == 2 * (64 + 46)
-    assert engine.at(Place("layer", 2))["gathered"] == 2 * (64 + 252)
-    # As the backward of layer 1 begins, the head and layers 2 to 4 have sharded gradients.
-    assert engine.at(Place("layer_backward", 1))["gradients"] == 2 * (34 + 3 * 126)
+    assert engine.at(Place("layer", 1))["gathered"] == 2 * (46 + 252)
+    assert engine.at(Place("layer", 4))["gathered"] == 2 * (252 + 68)
+    assert engine.at(Place("layer_backward", 2))["gathered"] == 2 * (252 + 46)
+    # As the backward of layer 1 begins, the head and layers 2 to 4 have sharded gradients, and the
+    # reduction of layer 2 reads its whole one.
+    assert engine.at(Place("layer_backward", 1))["gradients"] == 2 * (34 + 3 * 126 + 252)
     assert engine.flat(Place("layer_backward", 1)) == (128, 92, 136)
-    assert engine.at_section_end(Place("layer_backward", 2))["gradients"] == 2 * 126
+    # The shard of layer 2 comes as the whole gradient of layer 3 goes, which is larger.
+    assert engine.at_section_end(Place("layer_backward", 2))["gradients"] == 0
+    assert engine.at_section_end(Place("loss_backward"))["gradients"] == 2 * 34
     assert engine.optimizer_step()["temporary"] == 2 * 126 * 2
     held = {(group.name, group.number, group.kept) for group in engine.held_numels()}
     assert held >= {("layers 0-1", 2, 23), ("layers 2-4", 3, 126)}

@@ -86,12 +86,12 @@ def test_parts_are_the_training_state_counted_by_hand() -> None:
     assert sections["optimizer"].high_parts["temporary"] == 4 * layer
 
 
-def test_stage_3_gathers_one_layer_at_a_time() -> None:
+def test_stage_3_gathers_the_next_layer_beside_the_one_in_use() -> None:
     sections = {s.label: s for s in step_timeline(plan(zero_stage=3, world_size=2))}
     layer, vocabulary = 4 * 1024**2 + 3 * 1024 * 2048 + 2 * 1024, 8192 * 1024
-    # Its own bf16 layer beside the embedding, which stays from its first use.
-    assert sections["layer 2"].high_parts["gathered"] == 2 * (layer + vocabulary)
-    assert sections["layer 2"].end_parts["gathered"] == 2 * vocabulary
+    assert sections["embed"].high_parts["gathered"] == 2 * (vocabulary + layer)
+    assert sections["layer 1"].high_parts["gathered"] == 2 * 2 * layer
+    assert sections["layer 1"].end_parts["gathered"] == 2 * layer
     assert "gathered" not in sections["optimizer"].end_parts
 
 
@@ -123,7 +123,7 @@ def test_frozen_layers_are_gathered_like_others() -> None:
         s.label: s for s in step_timeline(plan(zero_stage=3, world_size=2, frozen_layers=2))
     }
     layer = 4 * 1024**2 + 3 * 1024 * 2048 + 2 * 1024
-    assert sections["layer 1"].high_parts["gathered"] == 2 * (layer + 8192 * 1024)
+    assert sections["layer 1"].high_parts["gathered"] == 2 * 2 * layer
 
 
 def test_gradients_that_wait_are_gradients() -> None:
