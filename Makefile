@@ -1,5 +1,5 @@
 # The only entry: `make run` for the product, `make test` for every check.
-.PHONY: run test lint format accuracy dockerfile
+.PHONY: run test lint format accuracy retrace dockerfile
 
 run: .venv/.installed
 	@scripts/run.sh
@@ -15,6 +15,11 @@ format: .venv/.installed-dev
 
 accuracy: .venv/.installed
 	@.venv/bin/python scripts/write_accuracy_doc.py
+	@.venv/bin/python scripts/write_zero_doc.py
+
+# Trace every template again and name every difference (an hour of processor time).
+retrace: .venv/.installed
+	@.venv/bin/python -m runners.trace.build --check $(FAMILIES)
 
 dockerfile: .venv/.installed-dev
 	@.venv/bin/python scripts/check_dockerfile.py

@@ -11,7 +11,7 @@ from planner.workload import Checkpointing
 from runners.zero.groups import decoder_layers
 
 # Matrix products and attention: what costs most to compute again. Attention by SDPA's CUDA kernels,
-# by ours, and by the stand-in of traces.
+# by ours, and by the stand-ins of traces.
 SAVED_OPERATIONS = frozenset(
     (
         *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"),
@@ -20,6 +20,7 @@ SAVED_OPERATIONS = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "peakmark::attention_forward",
         "peakmark_trace::attention_forward",
+        "peakmark_trace::grouped_forward",
     )
 )
 

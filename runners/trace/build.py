@@ -1,10 +1,10 @@
-"""Write the planner's templates: `python -m runners.trace.build [FAMILY[=KEY] ...]`."""
+"""Write the planner's templates: `python -m runners.trace.build [--check] [FAMILY[=KEY] ...]`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import transformers
 
 import planner.memory
 from planner.memory.templates import with_parts
+from runners.trace.check import variant_differences
 from runners.trace.graft import loss_templates
 from runners.trace.template import build_template
 from runners.trace.variants import FAMILIES, adapter_variants, variants
@@ -150,15 +151,45 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def check_family(family: str, keys: Sequence[str] = (), folder: Path = FOLDER) -> Iterator[str]:
+    """Trace a family's variants, or those of `keys`, and yield every difference from its file.
+
+    Losses other than Hugging Face's are not traced: a test traces them by themselves.
+    """
+    templates = read_templates(folder / f"{family}.json")
+    for variant in (*variants(family), *adapter_variants(family)):
+        if keys and variant.key not in keys:
+            continue
+        if variant.key in templates:
+            yield from variant_differences(variant, templates[variant.key])
+        else:
+            yield f"{family} {variant.key}: is not stored"
+
+
 def main(arguments: list[str]) -> None:
-    """Write the named families, or all; "llama=sdpa/bf16/none" writes one variant of llama."""
+    """Write the named families, or all; "llama=sdpa/bf16/none" writes one variant of llama.
+
+    With "--check" nothing is written: differences are printed, and the exit status is 1 if there
+    is one.
+    """
+    is_check = "--check" in arguments
     keys: dict[str, list[str]] = {}
-    for argument in arguments or FAMILIES:
+    for argument in [a for a in arguments if a != "--check"] or FAMILIES:
         family, _, key = argument.partition("=")
         keys.setdefault(family, []).extend([key] if key else [])
+    num_differences = 0
     for family, chosen in keys.items():
-        path = write_family(family, chosen)
-        print(f"{family}: {path.stat().st_size} bytes", flush=True)
+        if not is_check:
+            path = write_family(family, chosen)
+            print(f"{family}: {path.stat().st_size} bytes", flush=True)
+            continue
+        before = num_differences
+        for difference in check_family(family, chosen):
+            print(difference, flush=True)
+            num_differences += 1
+        print(f"{family}: {num_differences - before} differences", flush=True)
+    if num_differences:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

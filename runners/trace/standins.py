@@ -171,6 +171,15 @@ def _upcast(value: Any) -> Any:
     return value
 
 
+@torch.library.custom_op("peakmark_trace::grouped_forward", mutates_args=())
+def _grouped_forward(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The output of a grouped product, as one operation that a checkpoint can save."""
+    return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
+_grouped_forward.register_fake(_grouped_forward._init_fn)
+
+
 class _GroupedProduct(torch.autograd.Function):
     """`grouped_mm` without its alignment rules, which prime dimensions cannot meet."""
 
@@ -181,7 +190,8 @@ class _GroupedProduct(torch.autograd.Function):
         # Of frozen experts the operation keeps no rows (derivatives.yaml, _grouped_mm).
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, ends)
         ctx.empty_rows = partial(torch.empty, rows.shape, dtype=rows.dtype, device=rows.device)
-        return rows.new_empty(rows.shape[0], weights.shape[-1])
+        out: torch.Tensor = _grouped_forward(rows, weights)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

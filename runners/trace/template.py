@@ -54,18 +54,30 @@ def build_template(
     """
     merged: dict[str, _Merged] = defaultdict(_Merged)
     for pattern in traced_patterns(variant) if patterns is None else patterns:
-        kept = _Encoder(trace(variant, pattern, False), pattern)
-        added = _Encoder(trace(variant, pattern, True), pattern)
         into = merged[kind_set(pattern)]
-        into.add("forward", kept.sections(FORWARD))
-        into.add("kept", kept.sections(BACKWARD))
-        into.add("added", added.sections(BACKWARD))
-        into.add("saved", kept.saved())
-        into.add("late", kept.late)
-        into.add("kept_exports", kept.exports())
-        into.add("added_exports", added.exports())
-        into.hold(kept.holders())
+        parts, holders = pattern_parts(variant, pattern, trace)
+        for part, sections in parts.items():
+            into.add(part, sections)
+        into.hold(holders)
     return {name: into.template() for name, into in merged.items()}
+
+
+def pattern_parts(
+    variant: Variant, pattern: Pattern, trace: Callable[[Variant, Pattern, bool], list[Event]]
+) -> tuple[dict[str, Mapping[str, Any]], dict[int, str]]:
+    """Trace a variant with one pattern; returns the parts by exact "section context", and holders."""
+    kept = _Encoder(trace(variant, pattern, False), pattern)
+    added = _Encoder(trace(variant, pattern, True), pattern)
+    parts = {
+        "forward": kept.sections(FORWARD),
+        "kept": kept.sections(BACKWARD),
+        "added": added.sections(BACKWARD),
+        "saved": kept.saved(),
+        "late": kept.late,
+        "kept_exports": kept.exports(),
+        "added_exports": added.exports(),
+    }
+    return parts, kept.holders()
 
 
 class _Merged:
@@ -79,7 +91,7 @@ class _Merged:
         """Add one tape's sections; raises ValueError where another's differ."""
         known = self._parts[part]
         for name, found in sections.items():
-            both = _union(known.setdefault(name, found), found)
+            both = united(known.setdefault(name, found), found)
             if both is None:
                 difference = _difference(known[name], found)
                 raise ValueError(f"{part} {name}: traces differ: {difference}")
@@ -112,13 +124,13 @@ def _by_kind(sections: Mapping[str, Any]) -> dict[str, Any]:
         for group, names in groups.items():
             both = sections[names[0]]
             for name in names[1:]:
-                both = None if both is None else _union(both, sections[name])
+                both = None if both is None else united(both, sections[name])
             wider |= {group: both} if both is not None else {n: sections[n] for n in names}
         sections = wider
     return dict(sections)
 
 
-def _union(one: Any, other: Any) -> Any:
+def united(one: Any, other: Any) -> Any:
     """What two traces of a section say together, or None where they contradict each other.
 
     Only the lowest layer that holds a shared tensor releases it, and only layers with a certain
