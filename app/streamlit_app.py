@@ -33,6 +33,15 @@ page = st.navigation(
                 help="Which tensor is that, why is this the peak, and when in the step?",
             ),
         ],
+        "Understand": [
+            st.Page(
+                "app_pages/zero.py",
+                title="ZeRO",
+                icon=":material/stacks:",
+                help="What does each stage and engine hold, send and cost, and when is ZeRO not "
+                "the answer?",
+            ),
+        ],
         "Prove": [
             st.Page(
                 "app_pages/runs.py",

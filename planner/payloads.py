@@ -84,8 +84,8 @@ def _peakmark(
     """Our engine: a group (embedding, each layer, head) is one flat buffer, padded to the ranks.
 
     Stage 0 all-reduces P once. Stages 1 and 2 reduce-scatter P (2 for every micro-batch) and gather
-    the updated P once. Stage 3 gathers layers for forward and backward, embedding and head once,
-    for every micro-batch.
+    the updated P once. Stage 3 gathers layers for forward and backward, embedding and head once (a
+    tied embedding for the head again), for every micro-batch.
     """
     gather_bytes, reduce_bytes = element_bytes(Engine.PEAKMARK, workload.precision)
     numels = trained.trained if trained else group_numels(spec)
@@ -98,20 +98,25 @@ def _peakmark(
     if stage < 3:
         return [Payload("all_gather", padded.total() * gather_bytes, groups), scatter]
     rounds = workload.grad_accumulation
-    numel, calls = _gathered_twice(numels, padded)
+    is_tied = spec.tie_word_embeddings
+    numel, calls = _gathered_twice(numels, padded, is_tied)
     if trained:
         frozen = trained.frozen.map(lambda numel: _padded(numel, world_size))
-        more, more_calls = _gathered_twice(trained.frozen, frozen, trained.first_layer)
+        more, more_calls = _gathered_twice(trained.frozen, frozen, is_tied, trained.first_layer)
         numel, calls = numel + more, calls + more_calls
     return [Payload("all_gather", numel * gather_bytes * rounds, calls * rounds), scatter]
 
 
 def _gathered_twice(
-    numels: GroupSizes, padded: GroupSizes, first_layer: int = 0
+    numels: GroupSizes, padded: GroupSizes, is_tied: bool, first_layer: int = 0
 ) -> tuple[Any, int]:
-    """Elements and calls that gather everything once, and layers from `first_layer` on again."""
-    elements = padded.total() + padded.layers.total(first_layer)
-    return elements, _number_of_groups(numels) + _number_of_layers(numels, first_layer)
+    """Elements and calls that gather everything once, and again what is used twice.
+
+    That is layers from `first_layer` on, for the backward, and a tied embedding, for the head.
+    """
+    elements = padded.total() + padded.layers.total(first_layer) + is_tied * padded.embedding
+    again = _number_of_layers(numels, first_layer) + (is_tied and bool(numels.embedding))
+    return elements, _number_of_groups(numels) + again
 
 
 def _fsdp2(

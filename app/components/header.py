@@ -12,6 +12,8 @@ from app.plan_words import checkpointing_words, split_words, variant_words
 
 # These pages begin with a headline of their own.
 UNTITLED_PAGES = ("Plan", "Run")
+# These carry the plan in their own address.
+PLAN_PAGES = ("Ledger", "ZeRO")
 
 
 def current_values() -> dict[str, Any]:
@@ -93,7 +95,7 @@ def show_header(page_title: str) -> None:
                 label="Edit plan",
                 icon=":material/edit:",
                 # A page that was opened by a link has the plan in its own address only.
-                query_params=st.query_params.to_dict() if page_title == "Ledger" else None,
+                query_params=st.query_params.to_dict() if page_title in PLAN_PAGES else None,
             )
         st.segmented_control(
             "Unit of sizes",

@@ -1,0 +1,173 @@
+"""The ZeRO page: what stages and engines hold, send and save for the plan, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from app import services, zero_rows
+from app.charts.style import size_text
+from app.charts.zero import holds_figure, sends_figure
+from app.components.current_plan import current_document, keep_plan_in_url
+from app.components.figure import show_figure, show_table
+from app.components.header import unit
+from app.components.problems import told_in_one_sentence
+from app.engine_stages import STAGES
+from planner.communication import NETWORK_ID
+from planner.plan import Plan
+from planner.workload import Engine
+
+WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+ENGINES = tuple(str(engine) for engine in Engine)
+
+
+def show_zero_page() -> None:
+    """Draw stages and engines for the plan that the form describes."""
+    with told_in_one_sentence():
+        document = current_document()
+        if document is None:
+            st.info("Give a model on the Plan page to see its stages.", icon=":material/info:")
+            st.page_link("app_pages/plan.py", label="To the plan", icon=":material/straighten:")
+            return
+        plan = services.check_plan(document)
+        keep_plan_in_url()
+        zero_rows.check_trains(plan)
+        found = zero_rows.zero_rows(plan, *_choices(plan))
+        measured = zero_rows.measured_like(plan)
+        _findings(plan, found["savings"])
+        if not found["rows"]:
+            st.info("None of these engines has one of these stages.", icon=":material/info:")
+        else:
+            _holds(found["rows"], measured, plan.hardware.visible_bytes)
+            _sends(found["rows"], plan)
+        _refused(found["refused"])
+
+
+def _choices(plan: Plan) -> tuple[Sequence[str], Sequence[int], Sequence[int], str, str]:
+    """Draw what to compare; return engines, stages, world sizes and the two links."""
+    own = plan.parallelism.world_size
+    columns = st.columns([3, 2, 3])
+    with columns[0]:
+        engines = st.pills(
+            "Engines", ENGINES, default=ENGINES, selection_mode="multi", key="zero_engines"
+        )
+    with columns[1]:
+        stages = st.pills(
+            "Stages", STAGES, default=STAGES, selection_mode="multi", key="zero_stages"
+        )
+    with columns[2]:
+        worlds = st.multiselect(
+            "Data-parallel ranks",
+            sorted({*WORLDS, own}),
+            default=[own],
+            max_selections=4,
+            key=f"zero_worlds_{own}",
+            placeholder="The plan's",
+        )
+    left, right = st.columns(2)
+    with left:
+        in_node = _link("Within a node", "zero_in_node", zero_rows.OWN_LINK, between_nodes=False)
+    with right:
+        network = _link("Between nodes", "zero_network", NETWORK_ID, between_nodes=True)
+    return engines, stages, worlds or [own], in_node, network
+
+
+def _link(label: str, key: str, default: str, *, between_nodes: bool) -> str:
+    names = zero_rows.link_choices(between_nodes)
+    if not between_nodes:
+        names = {zero_rows.OWN_LINK: "The GPU's own link", **names}
+    ids = list(names)
+    return st.selectbox(
+        label,
+        ids,
+        index=ids.index(default),
+        format_func=lambda link: names[link],
+        key=key,
+        help="What the time of collectives is worked out with: bytes per GPU and direction.",
+    )
+
+
+def _findings(plan: Plan, savings: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Say in words what each stage of the plan's engine saves, and when ZeRO is not the answer."""
+    chosen, parallelism = unit(), plan.parallelism
+    own = [
+        pair
+        for pair in savings
+        if pair[1]["engine"] == parallelism.engine
+        and pair[1]["world_size"] == parallelism.world_size
+    ]
+    left, right = st.columns(2)
+    with left, st.container(border=True, key="zero_savings", height="stretch"):
+        st.markdown("**What does each stage save here?**")
+        sentences = zero_rows.saving_sentences(own, lambda size: size_text(size, chosen))
+        for sentence in sentences:
+            st.markdown(sentence)
+        if not sentences:
+            st.markdown(
+                f"{parallelism.engine} has no two stages to compare here: choose peakmark, fsdp2 or "
+                "deepspeed with neighbouring stages, and the plan's number of ranks."
+            )
+    with right, st.container(border=True, key="zero_answer", height="stretch"):
+        st.markdown("**Is ZeRO the answer?**")
+        found = zero_rows.zero_remainder(plan)
+        for sentence in zero_rows.remainder_sentences(found, lambda size: size_text(size, chosen)):
+            st.markdown(sentence)
+
+
+def _holds(
+    rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], capacity_bytes: int
+) -> None:
+    places = {(row["engine"], row["zero_stage"], row["world_size"]) for row in rows}
+    shown = [m for m in measured if (m["engine"], m["zero_stage"], m["world_size"]) in places]
+    lines = zero_rows.table_rows(rows, shown)
+    said = (
+        f"{len(shown)} of these rows were measured (filled, the bar below)."
+        if shown
+        else "Nothing stored measured this model and workload with these stages yet."
+    )
+    show_figure(
+        holds_figure(rows, shown, capacity_bytes, unit()),
+        key="zero_holds",
+        title="What each stage and engine holds at its peak",
+        caption="Predicted (hatched) and measured (filled) allocated bytes of rank 0: blocks of "
+        "torch's caching allocator, at the highest moment of a steady step. Gathered are whole "
+        "parameters in use or in flight; gradients in flight count as gradients. The red tick is "
+        f"the ideal: shards and what must be whole at that moment. {said}",
+        rows=lines,
+    )
+    st.markdown("### Stage by stage")
+    show_table([_in_unit(line) for line in lines], key="zero_table", title="Stages and engines")
+
+
+def _in_unit(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a line's bytes in the chosen unit, for people; the figure's CSV has the bytes."""
+    chosen = unit()
+    shown: dict[str, Any] = {}
+    for name, value in line.items():
+        words = name.removesuffix("_bytes").replace("_percent", " %").replace("_", " ")
+        is_size = name.endswith("_bytes") and value is not None
+        shown[words] = size_text(value, chosen) if is_size else value
+    return shown
+
+
+def _sends(rows: Sequence[Mapping[str, Any]], plan: Plan) -> None:
+    lines = zero_rows.communication_rows(rows)
+    nodes = plan.hardware.gpus_per_node
+    show_figure(
+        sends_figure(rows, unit()),
+        key="zero_sends",
+        title="What each stage and engine sends in a step",
+        caption="Predicted: bytes that each rank sends in a ring, over the slowest link on the way "
+        f"(nodes of {nodes} GPUs). Not overlapped with computing and without latency. Full buffers "
+        "and calls are what engines count in every run, and equal the formula to the byte.",
+        rows=lines,
+    )
+    st.markdown("### Collective by collective")
+    show_table([_in_unit(line) for line in lines], key="zero_sent", title="Collectives of a step")
+
+
+def _refused(refused: Mapping[str, str]) -> None:
+    for engine, sentence in refused.items():
+        st.caption(f":material/info: {engine} is not shown: {sentence}")

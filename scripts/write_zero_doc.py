@@ -1,0 +1,357 @@
+"""Write docs/zero.md from recorded/: stages and engines side by side. Part of `make accuracy`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from planner.accuracy import DONE, AccuracyReport, accuracy_report
+from planner.memory.ideal import ideal_bytes
+from planner.memory.overheads import TYPICAL_SEGMENT_SHARE
+from planner.memory.parallel import is_split
+from planner.memory.stages import step_memory
+from planner.payloads import step_payloads
+from planner.plan import Plan, parse_plan
+from planner.records import Kind, RecordedRow, read_file
+from planner.units import GIB_BYTES, format_count
+from planner.workload import Engine, TrainingWorkload, written_dict
+from planner.zero import named_parts, work_of
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "zero.md"
+# A model and workload is shown where that many choices of engine, stage and ranks were measured.
+FEWEST_POINTS = 6
+# Blocks of 512 bytes, and what a library keeps: below that two peaks are the same.
+SAME_PEAK = 0.001
+ORDER = {engine: number for number, engine in enumerate(Engine)}
+HEAD = """# ZeRO stages and engines
+
+Written by `make accuracy` from `recorded/`; do not edit. Every row is one rank of N that really
+trained, on an H200 (world `solo` unless it says otherwise: honest for memory and for its own
+computing, not for communication). Sizes are GiB of **allocated** memory, rank 0, steady step.
+
+- **measured**, **predicted**: the peak, and today's prediction of it.
+- **after step**: what stays between steps: the rank's parameters and optimizer states.
+- **ideal**: the least the stage can hold with communication that overlaps: shards to the element, and
+  whole only what must be at the worst moment (at stage 3 the layer in use and the one in flight, from
+  stage 2 on the gradients being made and those being reduced), beside the plan's own activations.
+  **above** is how far the measured peak is from it.
+- The split is the prediction's, at the peak. Gradients being reduced count as gradients; "rest" are
+  temporaries, library workspaces and the rounding to blocks.
+- **sent**: full buffers of all collectives of a step as the run counted them. "=" says that calls and
+  bytes of every collective equal the formula exactly (`planner/payloads.py`): 2 P for stages 0 to 2
+  (an all-reduce counts twice: a ring passes it twice), 3 P less the ends for stage 3, plus padding.
+"""
+WHY_DEEPSPEED_3 = """
+Stage 3 shards the parameters too and still peaks higher, with DeepSpeed's default knobs. Three things
+are there that stage 2 does not have at its peak (read in DeepSpeed 0.19.8, and counted in the split
+above): the reduction bucket of 5e8 elements is allocated once and stays (0.93 GiB, at stage 2 it lives
+in the backward only); the coordinator lets up to 1e9 parameters live and keeps what is used again within
+1e9 (up to 1.86 GiB gathered), and it fetches ahead into one buffer besides; gradients have a partition
+of their own from the start. What it saves, 2 P (1 - 1/N) bytes of parameters, is less than that for a
+model of this size. Smaller `stage3_max_live_parameters`, `stage3_max_reuse_distance` and
+`reduce_bucket_size` bring it below; so do larger models.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A measured row with its prediction; sizes in bytes, `parts` by the names of planner.zero."""
+
+    row: RecordedRow
+    plan: Plan
+    workload: TrainingWorkload
+    predicted_bytes: float
+    ideal_bytes: int
+    parts: Mapping[str, int]
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where the row stands in its table: engine, stage, ranks."""
+        spread = self.plan.parallelism
+        return ORDER[spread.engine], spread.zero_stage, spread.world_size
+
+    @property
+    def measured_bytes(self) -> int:
+        """The measured peak."""
+        return int(self.row.measured["allocated_bytes"])
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """The GPU and host of the run: step times compare within one."""
+        environment = self.row.environment
+        return str(environment["gpu"]["uuid"]), str(environment["host"])
+
+    @property
+    def counted(self) -> dict[str, tuple[int, int]]:
+        """Calls and bytes of every collective that the run counted."""
+        seen = self.row.measured.get("communication") or {}
+        return {name: (found["calls"], found["bytes"]) for name, found in seen.items()}
+
+    def formula(self) -> dict[str, tuple[int, int]]:
+        """Calls and bytes of every collective by the formula."""
+        spread = self.plan.parallelism
+        found = step_payloads(
+            self.plan.model, self.workload, spread.engine, spread.zero_stage, spread.world_size
+        )
+        return {payload.collective: (int(payload.calls), int(payload.bytes)) for payload in found}
+
+
+def recorded_rows(root: Path) -> list[RecordedRow]:
+    """Return the rows of every file, in the order of their names."""
+    return [row for path in sorted((root / "recorded").glob("*.jsonl")) for row in read_file(path)]
+
+
+def wanted(rows: Iterable[RecordedRow]) -> dict[str, list[tuple[RecordedRow, Plan]]]:
+    """Group measured steps by model and workload; of one choice the newest row stays."""
+    works: dict[str, dict[str, RecordedRow]] = {}
+    for row in sorted(rows, key=lambda row: row.recorded_at):
+        is_step = row.kind is Kind.TRAIN_STEP and row.outcome == DONE
+        if is_step and row.measured.get("allocated_bytes"):
+            work, spread = work_of(row.spec["plan"])
+            works.setdefault(work, {})[f"{spread} {row.spec['world']}"] = row
+    groups = {}
+    for found in works.values():
+        if len(found) >= FEWEST_POINTS:
+            pairs = [(row, parse_plan(row.spec["plan"])) for row in found.values()]
+            if not is_split(pairs[0][1].parallelism):
+                groups[_title(pairs[0][1])] = pairs
+    return dict(sorted(groups.items()))
+
+
+def _title(plan: Plan) -> str:
+    """Model and workload: what is not at its default, and the shape."""
+    workload = plan.workload
+    assert isinstance(workload, TrainingWorkload)
+    name = plan.model.name.rsplit("/", 1)[-1]
+    written = written_dict(workload)
+    shape = f"{written.pop('micro_batch')} x {written.pop('sequence_length'):,} tokens"
+    words = [shape, *(str(written.pop(key)) for key in ("precision", "attention", "optimizer"))]
+    words.append(f"checkpointing {written.pop('checkpointing')}")
+    if written.pop("grad_accumulation") > 1:
+        words.append(f"{workload.grad_accumulation} micro-batches")
+    words += [f"{key.replace('_', ' ')} {value}" for key, value in written.items()]
+    return f"{name}, {', '.join(words)}"
+
+
+def gather(root: Path, report: AccuracyReport | None = None) -> dict[str, list[Point]]:
+    """Predict for the rows that are shown; `report` spares it where all rows were predicted."""
+    groups = wanted(recorded_rows(root))
+    shown = [row for found in groups.values() for row, _ in found]
+    residuals = (report or accuracy_report(shown)).residuals
+    predicted = {
+        residual.row_id: residual.comparison.predicted
+        for residual in residuals
+        if residual.comparison.quantity == "allocated"
+    }
+    return {
+        title: sorted((_point(*pair, predicted) for pair in found), key=lambda point: point.place)
+        for title, found in groups.items()
+    }
+
+
+def _point(row: RecordedRow, plan: Plan, predicted: Mapping[str, float]) -> Point:
+    assert isinstance(plan.workload, TrainingWorkload)
+    chosen = plan.model, plan.workload, plan.parallelism, plan.hardware
+    memory = step_memory(*chosen, TYPICAL_SEGMENT_SHARE).worst
+    ideal = ideal_bytes(*chosen)
+    assert ideal is not None
+    parts = named_parts(memory)
+    # Rounding to blocks is part of the rest.
+    parts["other"] += round(predicted[row.id]) - memory.allocated_bytes
+    return Point(
+        row=row,
+        plan=plan,
+        workload=plan.workload,
+        predicted_bytes=predicted[row.id],
+        ideal_bytes=ideal,
+        parts=parts,
+    )
+
+
+def render(groups: Mapping[str, Sequence[Point]]) -> str:
+    """Return the document; the same rows always give the same text."""
+    parts = [HEAD.rstrip("\n"), *_summary(groups)]
+    for title, points in groups.items():
+        parts += _group(title, points)
+    parts += _deepspeed(groups)
+    return "\n".join(parts) + "\n"
+
+
+def _summary(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
+    points = [point for found in groups.values() for point in found]
+    yield "\n## In short\n"
+    yield f"{len(points)} measured steps of {len(groups)} models and workloads.\n"
+    counted = [point for point in points if point.counted or not point.formula()]
+    equal = sum(point.counted == point.formula() for point in counted)
+    yield (
+        f"- Communication: of {len(counted)} runs that were counted, {equal} equal the formula to the "
+        f"byte; {len(points) - len(counted)} runs of DeepSpeed were made before it was counted."
+    )
+    ours = [point for point in points if point.plan.parallelism.engine is Engine.PEAKMARK]
+    if ours:
+        far = [_above_percent(point) for point in ours]
+        yield (
+            f"- Our engine above the ideal: median {median(far):+.2f} %, most {max(far):+.2f} % "
+            f"({len(ours)} runs)."
+        )
+    yield from _against_peers(groups)
+
+
+def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
+    pairs = [pair for points in groups.values() for pair in _pairs(points)]
+    if not pairs:
+        return
+    higher = [(own, peer) for own, peer in pairs if _ratio(own, peer) > 1 + SAME_PEAK]
+    yield (
+        f"- Our engine's peak beside a peer's at the same plan: at or below it in "
+        f"{len(pairs) - len(higher)} of {len(pairs)} pairs (0.1 % is the same)."
+    )
+    for own, peer in higher:
+        spread = peer.plan.parallelism
+        yield (
+            f"  - above {spread.engine} {spread.zero_stage} x {spread.world_size}, {_title(peer.plan)}: "
+            f"{100 * (_ratio(own, peer) - 1):+.2f} %."
+        )
+    times = [t for own, peer in pairs if (t := _time_ratio(own, peer)) and _is_fsdp2(peer)]
+    if times:
+        yield (
+            f"- Step time, ours / FSDP2 on the same GPU in the same run (N copies of a shard stand in "
+            f"for gathers): median {median(times):.2f}, from {min(times):.2f} to {max(times):.2f} "
+            f"({len(times)} pairs)."
+        )
+
+
+def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
+    """Our engine's row beside each peer's of the same stage, ranks and world."""
+    own = {_same(p): p for p in points if p.plan.parallelism.engine is Engine.PEAKMARK}
+    return [
+        (own[_same(peer)], peer)
+        for peer in points
+        if peer.plan.parallelism.engine is not Engine.PEAKMARK and _same(peer) in own
+    ]
+
+
+def _same(point: Point) -> tuple[Any, ...]:
+    return point.place[1], point.place[2], point.row.spec["world"]
+
+
+def _ratio(own: Point, peer: Point) -> float:
+    return own.measured_bytes / peer.measured_bytes
+
+
+def _is_fsdp2(point: Point) -> bool:
+    return point.plan.parallelism.engine is Engine.FSDP2
+
+
+def _time_ratio(own: Point, peer: Point) -> float | None:
+    """Step time of ours over the peer's, where one GPU ran both."""
+    times = own.row.measured.get("step_time_s"), peer.row.measured.get("step_time_s")
+    if own.machine != peer.machine or not all(times):
+        return None
+    return float(times[0] / times[1])
+
+
+def _above_percent(point: Point) -> float:
+    return 100 * (point.measured_bytes - point.ideal_bytes) / point.ideal_bytes
+
+
+def _group(title: str, points: Sequence[Point]) -> Iterator[str]:
+    model = points[0].plan.model
+    yield f"\n## {title}\n"
+    yield f"{format_count(model.parameters)} parameters, {model.num_layers} layers.\n"
+    yield (
+        "| engine | stage | N | measured | predicted | error | after step | ideal | above "
+        "| parameters | gradients | states | gathered | activations | logits | rest | sent |"
+    )
+    yield "|---|--:|--:|" + "--:|" * 13 + "--:|"
+    for point in points:
+        yield _line(point)
+    yield from _side_by_side(points)
+
+
+def _line(point: Point) -> str:
+    spread, parts = point.plan.parallelism, point.parts
+    world = point.row.spec["world"]
+    name = str(spread.engine) if world == "solo" else f"{spread.engine} ({world})"
+    after = (point.row.measured.get("phases") or {}).get("after_step_bytes")
+    error = 100 * (point.predicted_bytes / point.measured_bytes - 1)
+    cells = (
+        name,
+        str(spread.zero_stage),
+        f"{spread.world_size:,}",
+        _gib(point.measured_bytes),
+        _gib(point.predicted_bytes),
+        f"{error:+.2f} %",
+        _gib(after) if after else "-",
+        _gib(point.ideal_bytes),
+        f"{_above_percent(point):+.1f} %",
+        *(_gib(parts[key]) for key in ("parameters", "gradients", "optimizer", "gathered")),
+        _gib(parts["activations"] + parts["attention"]),
+        _gib(parts["logits"]),
+        _gib(parts["other"]),
+        _sent(point),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _sent(point: Point) -> str:
+    counted, formula = point.counted, point.formula()
+    if not counted:
+        return "none" if not formula else "not counted"
+    whole = sum((2 if name == "all_reduce" else 1) * size for name, (_, size) in counted.items())
+    return f"{_gib(whole)} {'=' if counted == formula else 'differs'}"
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB_BYTES:.2f}"
+
+
+def _side_by_side(points: Sequence[Point]) -> Iterator[str]:
+    pairs = _pairs(points)
+    if not pairs:
+        return
+    yield "\nPeers beside our engine at the same stage and N: peak, and step time where one GPU ran both.\n"
+    yield "| stage | N | peer | peer's peak / ours | peer's time / ours |\n|--:|--:|---|--:|--:|"
+    for own, peer in sorted(pairs, key=lambda pair: (pair[1].place[1:], pair[1].place[0])):
+        spread, time = peer.plan.parallelism, _time_ratio(own, peer)
+        world = "" if peer.row.spec["world"] == "solo" else f" ({peer.row.spec['world']})"
+        yield (
+            f"| {spread.zero_stage} | {spread.world_size:,} | {spread.engine}{world} "
+            f"| {1 / _ratio(own, peer):.3f} | {f'{1 / time:.2f}' if time else '-'} |"
+        )
+
+
+def _deepspeed(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
+    """Name the plans in which DeepSpeed's stage 3 peaks above its own stage 2, and why."""
+    found = []
+    for title, points in groups.items():
+        own = {p.place[1:]: p for p in points if p.plan.parallelism.engine is Engine.DEEPSPEED}
+        for (stage, ranks), three in own.items():
+            two = own.get((2, ranks))
+            if stage == 3 and two is not None and three.measured_bytes > two.measured_bytes:
+                found.append((title, ranks, two, three))
+    if not found:
+        return
+    yield "\n## DeepSpeed's stage 3 above its own stage 2\n"
+    yield "| plan | N | stage 2 | stage 3 | gathered | kept for gradients | saved parameters |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    for title, ranks, two, three in found:
+        saved = two.parts["parameters"] - three.parts["parameters"]
+        yield (
+            f"| {title} | {ranks:,} | {_gib(two.measured_bytes)} | {_gib(three.measured_bytes)} "
+            f"| {_gib(three.parts['gathered'])} | {_gib(three.parts['gradients'])} | {_gib(saved)} |"
+        )
+    yield WHY_DEEPSPEED_3.rstrip("\n")
+
+
+def main() -> None:
+    """Write the document of this repository."""
+    DOCUMENT.write_text(render(gather(ROOT)))
+
+
+if __name__ == "__main__":
+    main()

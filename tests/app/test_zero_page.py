@@ -1,0 +1,95 @@
+"""The ZeRO page: stages of the plan in the URL, measurements beside, findings in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from streamlit.testing.v1 import AppTest
+
+from app import zero_rows
+from app.components.problems import OUR_FAULT
+from planner.units import GIB_BYTES as GIB
+from planner.units import format_bytes
+from planner.zero import work_of
+
+Opened = Callable[..., AppTest]
+PAGE = "app_pages/zero.py"
+
+
+def texts(app: AppTest) -> str:
+    return "\n".join(str(e.value) for e in (*app.markdown, *app.caption, *app.error, *app.info))
+
+
+def page(opened: Opened, **query: str) -> AppTest:
+    app = opened(**query)
+    app.switch_page(PAGE).run()
+    assert not app.exception
+    assert not any(error.value == OUR_FAULT for error in app.error)
+    return app
+
+
+def test_every_stage_of_every_engine_is_shown_beside_what_was_measured(opened: Opened) -> None:
+    app = page(opened, model="Qwen/Qwen2.5-0.5B", gpus="2")
+    table = next(frame.value for frame in app.dataframe if "above ideal %" in frame.value)
+    places = list(zip(table["engine"], table["stage"], strict=True))
+    assert places == [
+        *(("peakmark", stage) for stage in (0, 1, 2, 3)),
+        *(("fsdp2", stage) for stage in (2, 3)),
+        *(("deepspeed", stage) for stage in (1, 2, 3)),
+    ]
+    # Two GPUs ran these stages of FSDP2 for the recorded rows.
+    assert table[table["engine"] == "fsdp2"]["measured"].notna().all()
+    shown = texts(app)
+    assert "Qwen2.5-0.5B · train 1 × 4096 tokens" in shown
+    assert "**Stage 1**, peakmark × 2 saves" in shown
+    assert "ddp is not shown: workload.precision is 'mixed'" in shown
+    assert "ZeRO is not the answer here" in shown and "full checkpointing" in shown
+    serving = page(opened, job="serve")
+    assert [error.value for error in serving.error] == [
+        "job is 'serve': it must be train, as ZeRO shards the state of training."
+    ]
+
+
+def line(stage: int, peak: int, sent: float) -> dict[str, Any]:
+    return {
+        "engine": "peakmark",
+        "zero_stage": stage,
+        "world_size": 8,
+        "allocated_bytes": peak,
+        "sent": [{"sent_bytes": sent}],
+    }
+
+
+def test_a_saving_is_said_with_its_price() -> None:
+    steps = [
+        (line(0, 40 * GIB, 4 * GIB), line(1, 20 * GIB, 4 * GIB)),
+        (line(1, 20 * GIB, 4 * GIB), line(2, 20 * GIB, 4 * GIB)),
+        (line(2, 20 * GIB, 4 * GIB), line(3, 21 * GIB, 6 * GIB)),
+    ]
+    assert zero_rows.saving_sentences(steps, format_bytes) == [
+        "**Stage 1**, peakmark × 8 saves **20.00 GiB** (50% of stage 0's peak) and sends as much.",
+        "**Stage 2**, peakmark × 8 saves nothing at the peak and sends as much.",
+        "**Stage 3**, peakmark × 8 costs **1.00 GiB** (5% of stage 2's peak) and sends 2.00 GiB more "
+        "a step.",
+    ]
+
+
+def test_a_measurement_counts_for_the_same_work_only() -> None:
+    plan = {"job": "train", "model": {"preset": "a"}, "workload": {}, "parallelism": {}}
+    measured = {
+        "allocated_bytes": 9,
+        "state": {"parameter_bytes": 2, "gradient_bytes": 1, "optimizer_bytes": 3},
+    }
+    work = work_of(plan)[0]
+    other_stage = {**plan, "parallelism": {"zero_stage": 1}}
+    assert zero_rows.measured_row(work, other_stage, measured) == {
+        "engine": "peakmark",
+        "zero_stage": 1,
+        "world_size": 8,
+        "allocated_bytes": 9,
+        "parameters": 2,
+        "optimizer": 3,
+    }
+    assert zero_rows.measured_row(work, {**plan, "model": {"preset": "b"}}, measured) is None
+    assert zero_rows.measured_row(work, plan, {"allocated_bytes": None}) is None
