@@ -21,6 +21,8 @@ def variant_words(values: Mapping[str, Any]) -> list[str]:
         found.append("packed")
     if values.get("expandable_segments"):
         found.append("expandable segments")
+    if values.get("offload_optimizer"):
+        found.append("optimizer offloaded")
     if not values.get("sync_each_micro_batch", True):
         found.append("reduced once per step")
     return found

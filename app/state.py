@@ -34,6 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
     "frozen_layers": 0,
     "packed": False,
     "expandable_segments": False,
+    "offload_optimizer": False,
     "engine": "peakmark",
     "zero": 3,
     "gpus": 8,
@@ -65,6 +66,7 @@ RARE_TRAINING = (
     "frozen_layers",
     "packed",
     "expandable_segments",
+    "offload_optimizer",
 )
 MODEL_PARALLEL = (
     "tensor_parallel",

@@ -162,6 +162,7 @@ def _variant(workload: TrainingWorkload, parallelism: Parallelism) -> str:
         ("frozen layers", workload.frozen_layers),
         ("packed", workload.packed),
         ("expandable segments", workload.expandable_segments),
+        ("optimizer offloaded", workload.offload_optimizer),
         ("tensor parallel", parallelism.tensor_parallel > 1),
         ("pipeline parallel", parallelism.pipeline_parallel > 1),
         ("context parallel", parallelism.context_parallel > 1),

@@ -35,7 +35,8 @@ class Gpu:
 
     `visible_bytes` is the total that CUDA reports; `peak_dense_flop_s` is by element type, None
     where the hardware lacks it; `interconnect_bytes_s` is per direction between the
-    `gpus_per_node` GPUs that such links join.
+    `gpus_per_node` GPUs that such links join, `host_link_bytes_s` to the host's memory: PCIe x16 of
+    the GPU's generation, the 4th where that is not known.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Gpu:
     kind: str
     gpus_per_node: int = 8
     compute_capability: str | None = None
+    host_link_bytes_s: float = _PCIE_X16_BYTES_S[4]
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def _preset_gpu(row: Mapping[str, Any]) -> Gpu:
         kind="preset",
         gpus_per_node=row["gpus_per_node"],
         compute_capability=row["compute_capability"],
+        host_link_bytes_s=_PCIE_X16_BYTES_S[row["pcie_gen"]],
         notes=(*notes, *([row["note"]] if row["note"] else [])),
     )
 

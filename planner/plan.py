@@ -142,6 +142,9 @@ def _parse_training(values: Mapping[str, Any]) -> TrainingWorkload:
         expandable_segments=check_boolean(
             "workload.expandable_segments", merged["expandable_segments"]
         ),
+        offload_optimizer=check_boolean(
+            "workload.offload_optimizer", merged["offload_optimizer"]
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from planner.memory.parallel import is_split
 from planner.memory.stages import step_memory
 from planner.memory.training import attention_notes, routing_notes
 from planner.model import ModelSpec
+from planner.offload import offload_notes
 from planner.plan import Plan
 from planner.serving import serving_memory
 from planner.throughput import Throughput, training_throughput
@@ -117,6 +118,7 @@ def _predict_training(
             *routing_notes(plan.model),
             *engine_notes(plan.parallelism),
             *step.notes(),
+            *offload_notes(plan.model, workload, plan.parallelism, plan.hardware),
             *speed.notes,
             SPEED_IS_A_BOUND,
         ),

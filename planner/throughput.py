@@ -14,6 +14,7 @@ from planner.errors import PlanError
 from planner.hardware import Gpu
 from planner.memory.parallel import group_size, stage_specs
 from planner.model import ModelSpec
+from planner.offload import host_step
 from planner.operations import (
     Cost,
     Numbers,
@@ -156,7 +157,22 @@ def _operations(
         name="pipeline.bubble", flops=0.0, bytes=0.0, time_s=waited_s, bound="pipeline"
     )
     updated = time_operations([update], peak, gpu.mem_bandwidth_bytes_s)
+    if workload.offload_optimizer:
+        updated = (_host_update(part, workload, parallelism, gpu),)
     return (*worked, *([waiting] if waited_s else []), *updated)
+
+
+def _host_update(
+    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+) -> OperationTime:
+    step = host_step(part, workload, parallelism.world_size, gpu)
+    return OperationTime(
+        name="optimizer.host",
+        flops=0.0,
+        bytes=float(step.memory_bytes),
+        time_s=float(step.time_s),
+        bound=step.bound,
+    )
 
 
 def _communication(
@@ -274,5 +290,8 @@ def _step_times_s(
         *step_collectives(part, workload, parallelism, gpu, world),
         *group_collectives(part, workload, parallelism, gpu, b * s / parallelism.context_parallel),
     ]
-    rest = roofline_s(update, peak, gpu.mem_bandwidth_bytes_s) + sum(c.time_s for c in sent)
+    updated_s = roofline_s(update, peak, gpu.mem_bandwidth_bytes_s)
+    if workload.offload_optimizer:
+        updated_s = host_step(part, workload, world, gpu).time_s
+    rest = updated_s + sum(c.time_s for c in sent)
     return compute * (1 + _bubble(parallelism, workload)) + rest

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from planner.errors import PlanError
 from planner.model import ModelSpec
-from planner.workload import BaseDtype, Engine, Loss, Optimizer, Parallelism, TrainingWorkload
+from planner.workload import (
+    BaseDtype,
+    Engine,
+    Loss,
+    Optimizer,
+    Parallelism,
+    Precision,
+    TrainingWorkload,
+)
 
 _WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 
@@ -18,6 +26,7 @@ def check_variants(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     _check_loss(workload.loss, parallelism)
     _check_sync(workload, parallelism)
     _check_trained(model, workload, parallelism)
+    _check_offload(workload, parallelism)
     _check_base(workload, parallelism)
 
 
@@ -89,6 +98,28 @@ def _check_trained(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     if reason is not None:
         sentence = f"workload.{field} is {value}: {reason}; use {allowed}."
         raise PlanError(f"workload.{field}", value, allowed, sentence=sentence)
+
+
+def _check_offload(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Refuse an optimizer in host memory where our engine does not step it there."""
+    if not workload.offload_optimizer:
+        return
+    reason = None
+    if parallelism.engine is not Engine.PEAKMARK:
+        reason = (
+            f"what {parallelism.engine} keeps on the host is not predicted; use engine peakmark"
+        )
+    elif parallelism.zero_stage == 0:
+        reason = "stage 0 shards no optimizer; use ZeRO stage 1, 2 or 3"
+    elif workload.optimizer is not Optimizer.ADAMW_FUSED:
+        reason = f"{workload.optimizer} is not stepped on the host; use adamw_fused"
+    elif workload.precision is Precision.BF16:
+        reason = "bf16 has no fp32 values to step there; use mixed, fp32 or autocast"
+    elif _is_split(parallelism):
+        reason = "it is predicted for data parallelism only; leave the model whole"
+    if reason is not None:
+        sentence = f"workload.offload_optimizer is true: {reason}, or set it to false."
+        raise PlanError("workload.offload_optimizer", True, "false", sentence=sentence)
 
 
 def _check_base(workload: TrainingWorkload, parallelism: Parallelism) -> None:

@@ -112,7 +112,8 @@ class TrainingWorkload:
     `checkpoint_every` k checkpoints layers 0, k, 2k, ... only. `sync_each_micro_batch` reduces
     gradients over the ranks after every micro-batch, not only after the last. `lora_rank` 0 trains
     the model itself. `frozen_layers` k freezes the embedding and the first k layers. `packed` rows
-    hold two documents, each blind to the other.
+    hold two documents, each blind to the other. `offload_optimizer` keeps the optimizer's values and
+    moments in host memory and steps them there.
     """
 
     sequence_length: int = 4096
@@ -131,6 +132,7 @@ class TrainingWorkload:
     frozen_layers: int = 0
     packed: bool = False
     expandable_segments: bool = False
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,7 @@ def written_dict(values: TrainingWorkload | ServingWorkload | Parallelism) -> di
 _LATER_FIELDS = frozenset(
     (
         *("checkpoint_every", "loss", "sync_each_micro_batch", "lora_rank", "lora_targets"),
-        *("base_dtype", "frozen_layers", "packed", "expandable_segments"),
+        *("base_dtype", "frozen_layers", "packed", "expandable_segments", "offload_optimizer"),
         *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "context_parallel"),
         "expert_parallel",
     )

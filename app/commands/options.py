@@ -65,6 +65,7 @@ TARGET_OPTIONS: Mapping[str, Any] = _options(
         "frozen_layers": ("Freeze the embedding and the first k layers.", int),
         "packed": ("Two documents per row, each blind to the other.", bool),
         "expandable_segments": ("The allocator's expandable segments.", bool),
+        "offload_optimizer": ("Keep and step the optimizer in host memory.", bool),
         "tensor_parallel": ("GPUs that split every layer's matrices.", int),
         "sequence_parallel": ("Tensor-parallel GPUs split the sequence too.", bool),
         "pipeline_parallel": ("Stages that split the layers.", int),

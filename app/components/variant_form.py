@@ -25,6 +25,10 @@ EXPANDABLE_HELP = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: segments that grow, so that fewer bytes are "
     "reserved without a tensor in them."
 )
+OFFLOAD_HELP = (
+    "ZeRO-Offload with engine peakmark: fp32 parameters and moments in host memory, AdamW on the CPU; "
+    "less on the GPU, a longer step."
+)
 
 
 def advanced(title: str, keys: Sequence[str]) -> DeltaGenerator:
@@ -57,6 +61,7 @@ def training_variants_form() -> None:
     _switch("sync_each_micro_batch", "Reduce each micro-batch", SYNC_HELP, applies=accumulates)
     _switch("packed", "Packed documents", "Two per row, each blind to the other.")
     _switch("expandable_segments", "Expandable segments", EXPANDABLE_HELP)
+    _switch("offload_optimizer", "Optimizer in host memory", OFFLOAD_HELP)
 
 
 def model_parallelism_form() -> None:

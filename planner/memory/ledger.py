@@ -110,7 +110,10 @@ def entries(
 def _state_entries(
     spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
 ) -> Iterator[Entry]:
-    sizes = Precisions.of(workload.precision, parallelism.engine, parallelism.zero_stage)
+    sizes = Precisions.of(
+        *(workload.precision, parallelism.engine, parallelism.zero_stage),
+        offloads=workload.offload_optimizer,
+    )
     for group, count, kept, stepped, optimizer_states, itemsize in states.held_numels():
         stored = itemsize or sizes.parameter
         yield _state_entry(f"{group} parameters", kept, stored, count, "parameters")
@@ -255,7 +258,8 @@ def formulas(
 ) -> dict[str, str]:
     """One line per part: how its bytes come about, with the numbers in it."""
     stage, ranks = parallelism.zero_stage, parallelism.world_size
-    sizes = Precisions.of(workload.precision, parallelism.engine, stage)
+    offloads = workload.offload_optimizer
+    sizes = Precisions.of(workload.precision, parallelism.engine, stage, offloads)
     total = f"{sum_parameters(spec):,} parameters"
     # Experts that several ranks split are sharded over fewer of them: as all experts over all ranks.
     spread = f"{sum_parameters(with_all_experts(spec)):,} parameters"

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from planner.hardware import Gpu
 from planner.memory.beside import one_stage_beside
+from planner.memory.offload import OffloadedReplay
 from planner.memory.overheads import workspace_bytes
 from planner.memory.replay import EngineReplay, Memory, ModelReplay, Replayed, replay
 from planner.memory.replay_beside import BufferedEngine
@@ -72,7 +73,7 @@ def build_replay(
     watch: Callable[[EngineReplay], EngineReplay] = lambda engine: engine,
 ) -> tuple[ModelReplay, EngineReplay]:
     """Return model and engine of a plan's replay over `memory`; `watch` may stand between them."""
-    kind = _REPLAYS[parallelism.engine]
+    kind = OffloadedReplay if workload.offload_optimizer else _REPLAYS[parallelism.engine]
     engine = watch(kind(spec, workload, parallelism, memory, workspace_bytes(hardware)))
     gradients = "kept" if _keeps_gradients(workload, parallelism) else "added"
     steps = load_steps(template, gradients)

@@ -19,6 +19,7 @@ from planner.memory.ddp import DdpStates
 from planner.memory.deepspeed import DeepSpeedStates
 from planner.memory.fsdp2 import Fsdp2States
 from planner.memory.kinds import SLIDING
+from planner.memory.offload import OffloadedStates
 from planner.memory.overheads import (
     TYPICAL_SEGMENT_SHARE,
     Outside,
@@ -168,7 +169,8 @@ def _states(
     world_size: Any,
     beside: Beside | None = None,
 ) -> EngineStates:
-    return _STATES[engine](
+    kind = OffloadedStates if workload.offload_optimizer else _STATES[engine]
+    return kind(
         spec,
         workload.precision,
         workload.optimizer,

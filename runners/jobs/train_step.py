@@ -91,6 +91,7 @@ def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -
         collectives=world.collectives,
         seed=seed,
         sync_each_micro_batch=workload.sync_each_micro_batch,
+        **({"offload_optimizer": True} if workload.offload_optimizer else {}),
     )
 
 
