@@ -8,9 +8,10 @@ export PEAKMARK_CHROMIUM
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-marks=()
+# Two files of tests at a time, each in one process; a GPU's memory is not shared between two.
+chosen=()
 if ! nvidia-smi -L >/dev/null 2>&1; then
-  marks=(-m 'not gpu')
+  chosen=(-m 'not gpu' -n 2 --dist loadfile)
 fi
 # Gloo tests start several processes; one thread each keeps two cores from thrashing.
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest "${marks[@]}"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest "${chosen[@]}"

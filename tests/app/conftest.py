@@ -20,18 +20,15 @@ TINY_CONFIG = (
 
 
 @pytest.fixture(scope="session", autouse=True)
-def predicted_rows() -> Iterator[None]:
+def predicted_rows(recorded_reports: Callable[[], Mapping[str, AccuracyReport]]) -> Iterator[None]:
     """Predict for each recorded row once, though every test has a database of its own.
 
     A row's id is a hash of what it holds.
     """
-    reports: dict[str, AccuracyReport] = {}
     report_of = accuracy_job._report_of
 
     def remembered(row: Mapping[str, Any]) -> AccuracyReport:
-        if row["id"] not in reports:
-            reports[row["id"]] = report_of(row)
-        return reports[row["id"]]
+        return recorded_reports().get(row["id"]) or report_of(row)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accuracy_job, "_report_of", remembered)

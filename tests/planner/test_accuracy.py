@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from planner.accuracy import (
     accuracy_report,
     breaches,
     device_ratios,
+    merged_reports,
     summarize,
     unexplained,
 )
 from planner.comparison import compare
 from planner.plan import Plan
 from planner.predict import SPEED_IS_A_BOUND
-from planner.records import RecordedRow, parse_row, read_file, row_id
+from planner.records import RecordedRow, parse_row, row_id
 
 RECORDED = Path(__file__).resolve().parents[2] / "recorded"
 PLAN = {
@@ -295,10 +297,11 @@ def test_the_report_is_json(verdict: FixedPrediction) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded_report() -> AccuracyReport:
-    rows = [row for path in sorted(RECORDED.glob("*.jsonl")) for row in read_file(path)]
-    assert rows, "recorded/ holds no rows"
-    return accuracy_report(rows)
+def recorded_report(
+    recorded_rows: list[RecordedRow],
+    recorded_reports: Callable[[], Mapping[str, AccuracyReport]],
+) -> AccuracyReport:
+    return merged_reports(recorded_reports()[row.id] for row in recorded_rows)
 
 
 def test_recorded_rows_are_within_the_committed_bounds(recorded_report: AccuracyReport) -> None:
