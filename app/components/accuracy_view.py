@@ -66,7 +66,10 @@ def _progress() -> None:
             st.rerun()
         done, total = report["done"], report["total"]
         st.progress(done / total, f"Predicted for {done} of {total} stored measurements.")
-        st.caption("Once per start of this server; other pages can be used meanwhile.")
+        st.caption(
+            "Today's planner predicts for every stored measurement, to show how far off it is. Once "
+            "per start of this server; other pages can be used meanwhile."
+        )
 
 
 def _false_verdicts(report: Mapping[str, Any]) -> None:
