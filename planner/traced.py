@@ -100,7 +100,7 @@ def _without_dropout(values: Mapping[str, Any], flags: list[str]) -> dict[str, A
         is_share = type(value) in (int, float) and ("drop" in key or key.endswith("_pdrop"))
         if is_share and value:
             flags.append(f"{describe_key(key)} is {value:g}: planned and run without dropout.")
-            value = 0.0
+            value = type(value)(0)  # some configurations take whole numbers only
         without[key] = _without_dropout(value, flags) if isinstance(value, Mapping) else value
     return without
 

@@ -47,7 +47,7 @@ def _sentences() -> Iterator[None]:
     except Exception as error:
         # A stranger's configuration meets a stranger's code: any exception is a refusal.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = (lines[0] if lines else type(error).__name__)[:300].rstrip(".:")
+        text = (" ".join(lines[:2]) or type(error).__name__)[:300].rstrip(".:")
         if type(error).__name__ == "UntraceableError":
             raise RefusedError(str(error)) from error
         raise RefusedError(
