@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,8 @@ DOCUMENT = ROOT / "docs" / "zero.md"
 FEWEST_POINTS = 6
 # Blocks of 512 bytes, and what a library keeps: below that two peaks are the same.
 SAME_PEAK = 0.001
+# Rows of our stages 2 and 3 before that measured another schedule: nothing was gathered ahead.
+GATHERS_AHEAD_SINCE = datetime(2026, 11, 29, 21, 30, tzinfo=UTC)
 ORDER = {engine: number for number, engine in enumerate(Engine)}
 HEAD = """# ZeRO stages and engines
 
@@ -52,8 +55,9 @@ above): the reduction bucket of 5e8 elements is allocated once and stays (0.93 G
 in the backward only); the coordinator lets up to 1e9 parameters live and keeps what is used again within
 1e9 (up to 1.86 GiB gathered), and it fetches ahead into one buffer besides; gradients have a partition
 of their own from the start. What it saves, 2 P (1 - 1/N) bytes of parameters, is less than that for a
-model of this size. Smaller `stage3_max_live_parameters`, `stage3_max_reuse_distance` and
-`reduce_bucket_size` bring it below; so do larger models.
+model of this size; a larger one saves more than they take. All three are knobs
+(`reduce_bucket_size`, `stage3_max_live_parameters`, `stage3_max_reuse_distance`). What stays gathered
+is not fetched again for the backward: where the whole model stays, stage 3 sends no more than stage 2.
 """
 
 
@@ -106,12 +110,18 @@ def recorded_rows(root: Path) -> list[RecordedRow]:
 
 
 def wanted(rows: Iterable[RecordedRow]) -> dict[str, list[tuple[RecordedRow, Plan]]]:
-    """Group measured steps by model and workload; of one choice the newest row stays."""
+    """Group measured steps by model and workload; of one choice the newest row stays.
+
+    A row that measured an older schedule of our engine is none of these.
+    """
     works: dict[str, dict[str, RecordedRow]] = {}
     for row in sorted(rows, key=lambda row: row.recorded_at):
         is_step = row.kind is Kind.TRAIN_STEP and row.outcome == DONE
         if is_step and row.measured.get("allocated_bytes"):
             work, spread = work_of(row.spec["plan"])
+            is_ours = spread["engine"] == Engine.PEAKMARK and spread["zero_stage"] >= 2
+            if is_ours and row.recorded_at < GATHERS_AHEAD_SINCE:
+                continue
             works.setdefault(work, {})[f"{spread} {row.spec['world']}"] = row
     groups = {}
     for found in works.values():
@@ -184,12 +194,14 @@ def render(groups: Mapping[str, Sequence[Point]]) -> str:
 def _summary(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
     points = [point for found in groups.values() for point in found]
     yield "\n## In short\n"
-    yield f"{len(points)} measured steps of {len(groups)} models and workloads.\n"
+    yield f"Measured steps: {len(points)}. Models with their workloads: {len(groups)}.\n"
     counted = [point for point in points if point.counted or not point.formula()]
     equal = sum(point.counted == point.formula() for point in counted)
+    early = len(points) - len(counted)
+    more = f"; {early} of DeepSpeed ran before it was counted" if early else ""
     yield (
         f"- Communication: of {len(counted)} runs that were counted, {equal} equal the formula to the "
-        f"byte; {len(points) - len(counted)} runs of DeepSpeed were made before it was counted."
+        f"byte{more}."
     )
     ours = [point for point in points if point.plan.parallelism.engine is Engine.PEAKMARK]
     if ours:
