@@ -68,7 +68,7 @@ def pattern_parts(
     """Trace a variant with one pattern; returns the parts by exact "section context", and holders."""
     kept = _Encoder(trace(variant, pattern, False), pattern)
     added = _Encoder(trace(variant, pattern, True), pattern)
-    parts = {
+    parts: dict[str, Mapping[str, Any]] = {
         "forward": kept.sections(FORWARD),
         "kept": kept.sections(BACKWARD),
         "added": added.sections(BACKWARD),
