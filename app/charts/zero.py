@@ -21,7 +21,7 @@ from app.charts.style import (
 
 BAR_PX, GAP_PX, MARGIN_PX = 17, 15, 150
 # The sign of the least that a stage can hold.
-IDEAL_COLOUR = "#D43A2F"
+IDEAL_COLOUR = "#C9A100"
 COLLECTIVE_COLOURS: Mapping[str, str] = {
     "all_gather": component_colour("gathered"),
     "reduce_scatter": component_colour("gradients"),
@@ -42,7 +42,7 @@ def holds_figure(
     """Return a hatched bar of the predicted peak by component per row, and its measurement below.
 
     Rows as `ZeroRow.to_dict`; a measurement holds `allocated_bytes`, of which `parameters` and
-    `optimizer` are known. A red tick marks the ideal.
+    `optimizer` are known. A golden tick marks the ideal.
     """
     seen = {_place(m): m for m in measured}
     centres = _centres(rows, seen)

@@ -133,7 +133,7 @@ def _holds(
         title="What each stage and engine holds at its peak",
         caption="Predicted (hatched) and measured (filled) allocated bytes of rank 0: blocks of "
         "torch's caching allocator, at the highest moment of a steady step. Gathered are whole "
-        "parameters in use or in flight; gradients in flight count as gradients. The red tick is "
+        "parameters in use or in flight; gradients in flight count as gradients. The golden tick is "
         f"the ideal: shards and what must be whole at that moment. {said}",
         rows=lines,
     )
