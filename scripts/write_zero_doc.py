@@ -261,10 +261,10 @@ def _is_fsdp2(point: Point) -> bool:
 
 def _time_ratio(own: Point, peer: Point) -> float | None:
     """Step time of ours over the peer's, where one GPU ran both."""
-    times = own.row.measured.get("step_time_s"), peer.row.measured.get("step_time_s")
-    if own.machine != peer.machine or not all(times):
+    ours, theirs = (point.row.measured.get("step_time_s") for point in (own, peer))
+    if own.machine != peer.machine or not ours or not theirs:
         return None
-    return float(times[0] / times[1])
+    return float(ours / theirs)
 
 
 def _above_percent(point: Point) -> float:
