@@ -50,8 +50,10 @@ class HostStepper:
     def __init__(self, optimizers: Sequence[HostOptimizer]) -> None:
         self._optimizers = optimizers
         shard = max((o.shard for o in optimizers), key=Tensor.numel)
-        self._gradients = [_staging(shard) for _ in range(_BUFFERS)]
-        self._shards = [_staging(shard) for _ in range(_BUFFERS)]
+        self._longest = shard
+        # Made at the first step: a gradient is in the dtype it was reduced in.
+        self._gradients: list[Tensor] = []
+        self._shards = [_staging(shard, shard.dtype) for _ in range(_BUFFERS)]
         self._cast = torch.empty(shard.numel(), dtype=torch.float32)
         self._stream = torch.cuda.Stream(shard.device) if shard.is_cuda else None
         self._came: list[torch.cuda.Event | None] = [None] * _BUFFERS
@@ -62,6 +64,9 @@ class HostStepper:
 
         What is computed there from then on finds the new shard.
         """
+        if not self._gradients:
+            dtype = gradients[0].dtype
+            self._gradients = [_staging(self._longest, dtype) for _ in range(_BUFFERS)]
         if self._stream is not None:
             # All gradients are there once what was computed so far is done.
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -106,8 +111,8 @@ class HostStepper:
             self._left[index % _BUFFERS] = current.record_event()
 
 
-def _staging(shard: Tensor) -> Tensor:
-    return torch.empty(shard.numel(), dtype=shard.dtype, pin_memory=shard.is_cuda)
+def _staging(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shard.numel(), dtype=dtype, pin_memory=shard.is_cuda)
 
 
 def check_offload(stage: int, optimizer: str, precision: str) -> None:

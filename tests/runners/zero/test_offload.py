@@ -80,6 +80,17 @@ def test_nothing_of_it_is_on_the_device() -> None:
     assert held["host_bytes"] == expected_bytes
 
 
+def test_gradients_reduced_in_fp32_arrive_in_fp32() -> None:
+    shard = torch.ones(3, dtype=torch.bfloat16)
+    stepper = HostStepper([host := HostOptimizer(shard, lr=0.1)])
+    gradient = torch.tensor([1.0, 1.0 + 2**-12, -3.0])  # the second is no bf16 number
+    plain = ShardOptimizer(torch.ones(3), kind="adamw_fused", lr=0.1, with_master=False)
+    list(stepper.step([gradient]))
+    plain.step(gradient.clone())
+    assert torch.equal(host.states()[0]["exp_avg"], plain.states()[0]["exp_avg"])
+    assert torch.equal(shard, plain.values.bfloat16())
+
+
 @pytest.mark.parametrize("was_offloaded", [True, False])
 def test_a_checkpoint_moves_between_device_and_host(tmp_path: Path, was_offloaded: bool) -> None:
     model, engine = begin(3, "mixed", offload_optimizer=was_offloaded)
