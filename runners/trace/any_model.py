@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from planner.units import GIB_BYTES
+
 REFUSED = 2
 # What tracing may take on top of the libraries: meta tensors own no memory.
-_MEMORY_BYTES = 12 * 2**30
+_MEMORY_BYTES = 12 * GIB_BYTES
 
 
 class RefusedError(Exception):
@@ -42,7 +44,7 @@ def _sentences() -> Iterator[None]:
         missing = error.name or str(error)
         raise RefusedError(f"Tracing needs {missing}: pip install 'peakmark' brings it.") from error
     except MemoryError as error:
-        limit = _MEMORY_BYTES // 2**30
+        limit = _MEMORY_BYTES // GIB_BYTES
         raise RefusedError(f"The model needs more than {limit} GiB to be traced.") from error
     except Exception as error:
         # A stranger's configuration meets a stranger's code: any exception is a refusal.
