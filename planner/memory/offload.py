@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.memory.adapters import trained_groups
 from planner.memory.groups import GroupSizes, group_numels
 from planner.memory.replay import Memory
 from planner.memory.replay_peakmark import PeakmarkReplay
-from planner.memory.states import HeldGroup, Parts, PeakmarkStates, Precisions, compute_bytes
+from planner.memory.states import HeldGroup, Parts, PeakmarkStates, compute_bytes
 from planner.model import ModelSpec
 from planner.rank import with_all_experts
-from planner.workload import Engine, Parallelism, TrainingWorkload
+from planner.workload import Parallelism, TrainingWorkload
 
 _FP32_BYTES = 4
 _BUFFERS = 2
@@ -22,8 +23,7 @@ class OffloadedStates(PeakmarkStates):
 
     def __init__(self, spec: ModelSpec, *plan: Any, **options: Any) -> None:
         super().__init__(spec, *plan, **options)
-        precision, _, stage = plan[:3]
-        self._bytes = Precisions.of(precision, Engine.PEAKMARK, stage, offloads=True)
+        self._bytes = replace(self._bytes, parameter=self._compute, master=0)
         self._states = self._tensors.map(lambda tensors: ())
 
     def held_numels(self) -> list[HeldGroup]:
@@ -47,12 +47,11 @@ class OffloadedReplay(PeakmarkReplay):
         workspaces_bytes: int,
     ) -> None:
         super().__init__(spec, workload, parallelism, memory, workspaces_bytes)
-        self._sizes = Precisions.of(
-            workload.precision, Engine.PEAKMARK, parallelism.zero_stage, offloads=True
-        )
+        self._sizes = replace(self._sizes, parameter=self._compute, master=0)
 
     def optimizer_step(self) -> None:
         """Copy gradients to the host and shards back; then the gradients go."""
+        self._clip(sum(bool(self._stepped(group)) for group in self._groups))
         for group in self._groups:
             self._memory.give(("gradient", group), ("gradient shard", group))
 
