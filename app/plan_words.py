@@ -23,6 +23,10 @@ def variant_words(values: Mapping[str, Any]) -> list[str]:
         found.append("expandable segments")
     if values.get("offload_optimizer"):
         found.append("optimizer offloaded")
+    if values.get("reduce_dtype", "auto") != "auto":
+        found.append(f"reduced in {values['reduce_dtype']}")
+    if values.get("max_grad_norm"):
+        found.append(f"clipped at {values['max_grad_norm']:g}")
     if not values.get("sync_each_micro_batch", True):
         found.append("reduced once per step")
     return found

@@ -35,6 +35,8 @@ DEFAULTS: Mapping[str, Any] = {
     "packed": False,
     "expandable_segments": False,
     "offload_optimizer": False,
+    "reduce_dtype": "auto",
+    "max_grad_norm": 0.0,
     "engine": "peakmark",
     "zero": 3,
     "gpus": 8,
@@ -67,6 +69,8 @@ RARE_TRAINING = (
     "packed",
     "expandable_segments",
     "offload_optimizer",
+    "reduce_dtype",
+    "max_grad_norm",
 )
 MODEL_PARALLEL = (
     "tensor_parallel",

@@ -163,6 +163,8 @@ def _variant(workload: TrainingWorkload, parallelism: Parallelism) -> str:
         ("packed", workload.packed),
         ("expandable segments", workload.expandable_segments),
         ("optimizer offloaded", workload.offload_optimizer),
+        ("clipped", workload.max_grad_norm),
+        (f"reduced in {workload.reduce_dtype}", workload.reduce_dtype != "auto"),
         ("tensor parallel", parallelism.tensor_parallel > 1),
         ("pipeline parallel", parallelism.pipeline_parallel > 1),
         ("context parallel", parallelism.context_parallel > 1),

@@ -20,7 +20,7 @@ from planner.memory.deepspeed_fetch import PERSISTENT_NUMEL, steady_fetches
 from planner.memory.fsdp2 import row_shards
 from planner.memory.groups import GroupSizes, group_numels, group_shapes, rows_of
 from planner.model import ModelSpec
-from planner.workload import Checkpointing, Engine, Precision, TrainingWorkload
+from planner.workload import Checkpointing, Engine, Precision, ReduceDtype, TrainingWorkload
 
 
 class Payload(NamedTuple):
@@ -55,6 +55,12 @@ def element_bytes(engine: Engine, precision: Precision) -> tuple[int, int]:
     return compute, compute
 
 
+def _chosen_bytes(engine: Engine, workload: TrainingWorkload) -> tuple[int, int]:
+    gathered, reduced = element_bytes(engine, workload.precision)
+    chosen = {ReduceDtype.BF16: 2, ReduceDtype.FP32: 4}
+    return gathered, chosen.get(workload.reduce_dtype, reduced)
+
+
 def _padded(numel: Any, world_size: Any) -> Any:
     return -(-numel // world_size) * world_size
 
@@ -87,7 +93,7 @@ def _peakmark(
     the updated P once. Stage 3 gathers layers for forward and backward, embedding and head once (a
     tied embedding for the head again), for every micro-batch.
     """
-    gather_bytes, reduce_bytes = element_bytes(Engine.PEAKMARK, workload.precision)
+    gather_bytes, reduce_bytes = _chosen_bytes(Engine.PEAKMARK, workload)
     numels = trained.trained if trained else group_numels(spec)
     padded = numels.map(lambda numel: _padded(numel, world_size))
     reduced, groups = padded.total() * reduce_bytes, _number_of_groups(numels)
@@ -131,7 +137,7 @@ def _fsdp2(
     It gathers for every forward, at stage 3 layers again for the backward, and reduces in fp32 where
     precision is mixed. Ahead of a backward that ends at the first trained layer it gathers one more.
     """
-    gather_bytes, reduce_bytes = element_bytes(Engine.FSDP2, workload.precision)
+    gather_bytes, reduce_bytes = _chosen_bytes(Engine.FSDP2, workload)
     every = rows_of(trained.shapes) if trained else group_shapes(spec)
     reduced = rows_of(trained.trained_shapes) if trained else every
     rounds, times = workload.grad_accumulation, _reductions(workload)

@@ -36,6 +36,7 @@ from planner.workload import (
     Optimizer,
     Parallelism,
     Precision,
+    ReduceDtype,
     ServingWorkload,
     TrainingWorkload,
     WeightsDtype,
@@ -46,6 +47,7 @@ from planner.workload import (
 SCHEMA = 1
 MAX_TOKENS_PER_SEQUENCE = 2**24
 MAX_COUNT = 65536
+MAX_NORM = 1e6
 
 
 class Job(StrEnum):
@@ -142,8 +144,10 @@ def _parse_training(values: Mapping[str, Any]) -> TrainingWorkload:
         expandable_segments=check_boolean(
             "workload.expandable_segments", merged["expandable_segments"]
         ),
-        offload_optimizer=check_boolean(
-            "workload.offload_optimizer", merged["offload_optimizer"]
+        offload_optimizer=check_boolean("workload.offload_optimizer", merged["offload_optimizer"]),
+        reduce_dtype=check_choice("workload.reduce_dtype", merged["reduce_dtype"], ReduceDtype),
+        max_grad_norm=check_number(
+            "workload.max_grad_norm", merged["max_grad_norm"], 0.0, MAX_NORM
         ),
     )
 

@@ -11,6 +11,7 @@ from planner.workload import (
     Optimizer,
     Parallelism,
     Precision,
+    ReduceDtype,
     TrainingWorkload,
 )
 
@@ -27,6 +28,7 @@ def check_variants(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     _check_sync(workload, parallelism)
     _check_trained(model, workload, parallelism)
     _check_offload(workload, parallelism)
+    _check_reduction(workload, parallelism)
     _check_base(workload, parallelism)
 
 
@@ -120,6 +122,25 @@ def _check_offload(workload: TrainingWorkload, parallelism: Parallelism) -> None
     if reason is not None:
         sentence = f"workload.offload_optimizer is true: {reason}, or set it to false."
         raise PlanError("workload.offload_optimizer", True, "false", sentence=sentence)
+
+
+def _check_reduction(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    """Refuse a dtype of the reduction where the engine or the precision leaves no choice."""
+    chosen, engine = workload.reduce_dtype, parallelism.engine
+    if chosen is ReduceDtype.AUTO:
+        return
+    reason = None
+    if engine not in (Engine.PEAKMARK, Engine.FSDP2):
+        reason = f"{engine} reduces gradients in a dtype of its own"
+    elif workload.precision not in (Precision.MIXED, Precision.BF16):
+        reason = f"with precision {workload.precision} gradients are made and reduced in fp32"
+    elif workload.offload_optimizer:
+        reason = "an optimizer in host memory takes gradients as they are made"
+    elif _is_split(parallelism):
+        reason = "for a split model it is not predicted"
+    if reason is not None:
+        sentence = f"workload.reduce_dtype is '{chosen}': {reason}; use auto."
+        raise PlanError("workload.reduce_dtype", str(chosen), "auto", sentence=sentence)
 
 
 def _check_base(workload: TrainingWorkload, parallelism: Parallelism) -> None:

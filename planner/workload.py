@@ -83,6 +83,17 @@ class Engine(StrEnum):
     DEEPSPEED = "deepspeed"
 
 
+class ReduceDtype(StrEnum):
+    """In what gradients are reduced; `auto` is each engine's own choice.
+
+    That is the dtype in which they are made, but for FSDP2 and DeepSpeed under `mixed`.
+    """
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
 class WeightsDtype(StrEnum):
     """Element type of served weights; `mxfp4` is that of GPT-OSS's experts, all else in bf16."""
 
@@ -113,7 +124,7 @@ class TrainingWorkload:
     gradients over the ranks after every micro-batch, not only after the last. `lora_rank` 0 trains
     the model itself. `frozen_layers` k freezes the embedding and the first k layers. `packed` rows
     hold two documents, each blind to the other. `offload_optimizer` keeps the optimizer's values and
-    moments in host memory and steps them there.
+    moments in host memory and steps them there. `max_grad_norm` 0 clips no gradients.
     """
 
     sequence_length: int = 4096
@@ -133,6 +144,8 @@ class TrainingWorkload:
     packed: bool = False
     expandable_segments: bool = False
     offload_optimizer: bool = False
+    reduce_dtype: ReduceDtype = ReduceDtype.AUTO
+    max_grad_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +206,7 @@ _LATER_FIELDS = frozenset(
     (
         *("checkpoint_every", "loss", "sync_each_micro_batch", "lora_rank", "lora_targets"),
         *("base_dtype", "frozen_layers", "packed", "expandable_segments", "offload_optimizer"),
+        *("reduce_dtype", "max_grad_norm"),
         *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "context_parallel"),
         "expert_parallel",
     )

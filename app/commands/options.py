@@ -66,6 +66,8 @@ TARGET_OPTIONS: Mapping[str, Any] = _options(
         "packed": ("Two documents per row, each blind to the other.", bool),
         "expandable_segments": ("The allocator's expandable segments.", bool),
         "offload_optimizer": ("Keep and step the optimizer in host memory.", bool),
+        "reduce_dtype": ("Gradients are reduced in: auto, bf16 or fp32.", str),
+        "max_grad_norm": ("Clip gradients to this norm over all ranks; 0: never.", float),
         "tensor_parallel": ("GPUs that split every layer's matrices.", int),
         "sequence_parallel": ("Tensor-parallel GPUs split the sequence too.", bool),
         "pipeline_parallel": ("Stages that split the layers.", int),

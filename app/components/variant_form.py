@@ -10,8 +10,8 @@ from streamlit.delta_generator import DeltaGenerator
 
 from app import state
 from app.components.header import current_values
-from planner.plan import MAX_COUNT
-from planner.workload import BaseDtype, LoraTargets, Loss
+from planner.plan import MAX_COUNT, MAX_NORM
+from planner.workload import BaseDtype, LoraTargets, Loss, ReduceDtype
 
 LOSS_HELP = (
     "hf: all logits at once, as transformers does. chunked: chunk by chunk of the tokens, each "
@@ -21,6 +21,7 @@ LORA_HELP = "0 trains the model itself; above, adapters of that rank on frozen w
 TARGETS_HELP = "qv: query and value projections. all_linear: every linear layer of a block."
 BASE_HELP = "How the frozen weights below adapters are stored; nf4 is QLoRA's."
 SYNC_HELP = "Off: gradients are reduced over the ranks after the last micro-batch only."
+REDUCE_HELP = "The dtype in which ranks sum gradients; auto is the engine's own."
 EXPANDABLE_HELP = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: segments that grow, so that fewer bytes are "
     "reserved without a tensor in them."
@@ -40,7 +41,7 @@ def advanced(title: str, keys: Sequence[str]) -> DeltaGenerator:
 
 
 def training_variants_form() -> None:
-    """Draw loss, adapters, frozen parts, packing and the allocator's mode."""
+    """Draw loss, adapters, frozen parts, packing, reduction and the allocator's mode."""
     values = current_values()
     _choice("loss", "Loss", tuple(Loss), LOSS_HELP)
     columns = st.columns(2)
@@ -57,6 +58,17 @@ def training_variants_form() -> None:
     with columns[1]:
         _number("frozen_layers", "Frozen layers", "The embedding and the first k layers.", low=0)
         _choice("base_dtype", "Base weights", tuple(BaseDtype), BASE_HELP, applies=adapted)
+        _choice("reduce_dtype", "Reduced in", tuple(ReduceDtype), REDUCE_HELP)
+        st.number_input(
+            "Clip at norm",
+            min_value=0.0,
+            max_value=MAX_NORM,
+            value=state.DEFAULTS["max_grad_norm"],
+            step=0.5,
+            key="max_grad_norm",
+            bind="query-params",
+            help="Largest norm of all gradients over all ranks; 0 clips nothing.",
+        )
     accumulates = values["grad_accumulation"] != 1
     _switch("sync_each_micro_batch", "Reduce each micro-batch", SYNC_HELP, applies=accumulates)
     _switch("packed", "Packed documents", "Two per row, each blind to the other.")

@@ -19,7 +19,7 @@ from planner.memory.states import (
     tied_shares,
 )
 from planner.model import ModelSpec
-from planner.workload import Engine, Optimizer, Precision
+from planner.workload import Engine, Optimizer, Precision, ReduceDtype
 
 _BF16_BYTES, _FP32_BYTES = 2, 4
 
@@ -27,6 +27,19 @@ _BF16_BYTES, _FP32_BYTES = 2, 4
 def row_shards(shapes: Sequence[tuple[int, int]], world_size: Any) -> Any:
     """Elements one rank stores: each parameter gives ceil(rows / N) rows, so at least one."""
     return sum(-(-rows // world_size) * columns for rows, columns in shapes)
+
+
+def reduced_bytes(precision: Precision, reduce_dtype: ReduceDtype) -> int:
+    """Bytes of an element in FSDP2's reductions: left to itself those of the stored parameters."""
+    stored = Precisions.of(precision, Engine.FSDP2).parameter
+    return {ReduceDtype.BF16: _BF16_BYTES, ReduceDtype.FP32: _FP32_BYTES}.get(reduce_dtype, stored)
+
+
+def casts_to_reduce(precision: Precision, reduce_dtype: ReduceDtype) -> bool:
+    """Whether gradients are made in another dtype than they are reduced in."""
+    low = precision in (Precision.MIXED, Precision.BF16)
+    made = _BF16_BYTES if low else _FP32_BYTES
+    return made != reduced_bytes(precision, reduce_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,7 @@ class Fsdp2States:
         accumulates: bool,
         syncs: bool = True,
         trained: Trained | None = None,
+        reduce_dtype: ReduceDtype = ReduceDtype.AUTO,
     ) -> None:
         """`syncs`: gradients are reduced after every micro-batch, not only after the last.
 
@@ -86,7 +100,8 @@ class Fsdp2States:
         self._keeps_whole = accumulates and not syncs
         # Whole gradients wait in the dtype of the reduction, where that is another one in a tensor
         # of their own; otherwise autograd adds to the parameter's.
-        self._casts = self._compute != self._stored
+        self._reduced = reduced_bytes(precision, reduce_dtype)
+        self._casts = casts_to_reduce(precision, reduce_dtype)
         self.gradients = "added" if self._keeps_whole and not self._casts else "kept"
         self._first_trained = trained.first_layer if trained else 0
         # Nothing needs a gradient before the first trained layer: its unit is reduced at the end.
@@ -194,7 +209,9 @@ class Fsdp2States:
         if after_loss and first_finished(place, self._layers) < self._first_reduced(place):
             root = root + self._grad_numel.layers[self._first_trained]
         tied = tied_shares(place, self._precision) * self._tied_numel
-        return shards * self._stored + (root + tied) * self._compute
+        # Whole ones wait in the reduction's dtype, shards are in that of the parameters.
+        itemsize = self._reduced if self._keeps_whole else self._stored
+        return shards * itemsize + (root + tied) * self._compute
 
     def _first_reduced(self, place: Place) -> int:
         """The lowest layer whose unit is reduced before `place` begins."""
@@ -205,7 +222,7 @@ class Fsdp2States:
         before = self._first_reduced(place)
         if self._keeps_whole or not place.in_backward or before >= self._layers:
             return 0  # without a reduction each time, the last one frees more than its input takes
-        return self._padded.layers[before] * self._stored
+        return self._padded.layers[before] * self._reduced
 
     def flat(self, place: Place) -> tuple[Any, ...]:
         """FSDP2 keeps the gradients autograd made: there are no flat buffers before reduction."""
@@ -237,9 +254,10 @@ class Fsdp2States:
         # `replay_fsdp2`); only then the output appears.
         last = self._last.root if is_root else self._last.layers[place.layer]
         freed = (gradients - last) * self._compute
-        output = np.maximum(shard * self._stored - freed, 0)
+        cast = shard * self._stored if self._reduced != self._stored else 0
+        output = np.maximum(shard * self._reduced + cast - freed, 0)
         parts: Parts = {
-            "temporary": padded * self._stored + output - self._last_reduction(place),
+            "temporary": padded * self._reduced + output - self._last_reduction(place),
             "gathered": -numel * self._compute,
         }
         if is_root:

@@ -56,6 +56,18 @@ class EngineBase:
         """Autograd's thread multiplies for the first time."""
         self._memory.take(("workspace", "backward"), self._workspace_bytes)
 
+    def _clip(self, num_gradients: int, itemsize: int = _SCALAR_BYTES) -> None:
+        """Take the scalars of clipping: each gradient's norm, all together, their own norm."""
+        if not self._workload.max_grad_norm:
+            return
+        numbers = range(num_gradients)
+        for number in numbers:
+            self._memory.take(("norm", number), itemsize)
+        self._memory.take(("norm", "all"), num_gradients * itemsize)
+        self._memory.take(("norm", "total"), itemsize)
+        self._memory.give(*(("norm", number) for number in reversed(numbers)))
+        self._memory.give(("norm", "all"), ("norm", "total"))
+
     def _step_tensors(self, key: Any, tensors: Sequence[Stepped]) -> None:
         """Step the optimizers of `tensors`; states appear the first time."""
         for number, called in enumerate(optimizer_calls(self._workload.optimizer, tensors)):

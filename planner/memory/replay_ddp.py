@@ -120,4 +120,5 @@ class DdpReplay(EngineBase):
 
     def optimizer_step(self) -> None:
         """Step this rank's parameters; the buckets stay."""
+        self._clip(len(self._gradients))
         self._step_tensors("all", self._stepped)

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from planner.hardware import Gpu
 from planner.memory.beside import one_stage_beside
+from planner.memory.fsdp2 import casts_to_reduce
 from planner.memory.offload import OffloadedReplay
 from planner.memory.overheads import workspace_bytes
 from planner.memory.replay import EngineReplay, Memory, ModelReplay, Replayed, replay
@@ -102,4 +103,4 @@ def _keeps_gradients(workload: TrainingWorkload, parallelism: Parallelism) -> bo
 def _adds_to_whole(workload: TrainingWorkload, parallelism: Parallelism) -> bool:
     """Whether autograd finds FSDP2's gradients of the micro-batch before, left whole."""
     left_whole = parallelism.engine is Engine.FSDP2 and not workload.sync_each_micro_batch
-    return left_whole and workload.precision is not Precision.MIXED
+    return left_whole and not casts_to_reduce(workload.precision, workload.reduce_dtype)

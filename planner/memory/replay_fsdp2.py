@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.memory.adapters import trained_groups
+from planner.memory.fsdp2 import reduced_bytes
 from planner.memory.groups import GroupShapes, Rows, group_shapes, rows_of
 from planner.memory.optimizers import Stepped
 from planner.memory.replay import Blocks, Memory
@@ -32,6 +33,7 @@ class Fsdp2Replay(EngineBase):
         sizes = Precisions.of(workload.precision, Engine.FSDP2)
         low = workload.precision in (Precision.MIXED, Precision.BF16)
         self._compute, self._stored, self._state = 2 if low else 4, sizes.parameter, sizes.state
+        self._reduced = reduced_bytes(workload.precision, workload.reduce_dtype)
         self._ranks, self._reshards = parallelism.world_size, parallelism.zero_stage == 3
         trained = trained_groups(spec, workload)
         self._every = rows_of(trained.shapes) if trained else group_shapes(spec)
@@ -167,10 +169,10 @@ class Fsdp2Replay(EngineBase):
         blocks = [block for block in gradients if block is not None]
         if unit in self._whole:
             self._release(blocks)
-        elif self._compute != self._stored:
+        elif self._compute != self._reduced:
             self._whole[unit] = []
             for rows, columns in _unit_rows(self._trained, unit):
-                size_bytes = rows * columns * self._stored
+                size_bytes = rows * columns * self._reduced
                 self._whole[unit].append(self._memory.allocator.allocate(size_bytes))
             self._release(blocks)
         else:
@@ -195,7 +197,7 @@ class Fsdp2Replay(EngineBase):
 
     def _reduce(self, unit: tuple[str, int], gradients: Sequence[Any]) -> None:
         memory, trained = self._memory, self._rank_rows(_unit_rows(self._trained, unit))
-        shard_bytes = sum(trained) * self._stored
+        numel = sum(trained)
         if not self._reduces or unit in self._whole:
             gradients = self._keep_whole(unit, gradients)
         self._free_copy(unit)
@@ -203,13 +205,17 @@ class Fsdp2Replay(EngineBase):
             return
         self._whole.pop(unit, None)
         memory.give("reduced")
-        memory.take("reduced", shard_bytes * self._ranks)
+        memory.take("reduced", numel * self._reduced * self._ranks)
         blocks = [block for block in gradients if block is not None]
         held = self._held_in_reduction(unit, blocks)
         self._release([block for block in blocks if block not in held])
-        kept = ("gradient", unit)
-        memory.take(kept if not memory.holds(kept) else "added", shard_bytes, _REDUCE_STREAM)
-        memory.give("added")
+        # The output is cast to the parameters' dtype where the reduction has another.
+        is_cast, kept = self._reduced != self._stored, ("gradient", unit)
+        if is_cast:
+            memory.take("output", numel * self._reduced, _REDUCE_STREAM)
+        added = kept if not memory.holds(kept) else "added"
+        memory.take(added, numel * self._stored, _REDUCE_STREAM)
+        memory.give("output", "added")
         self._release(held)
 
     def optimizer_step(self) -> None:
@@ -218,6 +224,7 @@ class Fsdp2Replay(EngineBase):
             self._rank_rows(_unit_rows(self._trained, unit))[index]
             for unit, index in self._in_model_order(self._trained)
         ]
+        self._clip(len(numels), self._state)
         self._step_tensors("all", [Stepped((numel,), self._state) for numel in numels])
         self._memory.give(*(("gradient", unit) for unit in self._units()))
 

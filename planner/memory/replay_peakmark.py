@@ -10,7 +10,7 @@ from planner.memory.optimizers import stepped_groups
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
 from planner.memory.sections import FLAT_GROUPS
-from planner.memory.states import Precisions, compute_bytes
+from planner.memory.states import Precisions, compute_bytes, reduction_bytes
 from planner.model import ModelSpec
 from planner.rank import with_all_experts
 from planner.workload import Engine, Loss, Parallelism, TrainingWorkload
@@ -40,7 +40,12 @@ class PeakmarkReplay(EngineBase):
         self._stage = parallelism.zero_stage
         self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK, self._stage)
         self._compute = compute_bytes(workload.precision)
-        self._casts = self._sizes.gradient != self._sizes.state
+        self._sent, self._kept = reduction_bytes(
+            workload.precision, workload.reduce_dtype, self._sizes.gradient
+        )
+        if self._stage < 2 and self._sent != self._sizes.gradient:
+            self.reduces_each = False  # these stages reduce after the last micro-batch anyway
+        self._casts = self._kept != self._sizes.state
         ranks = parallelism.world_size
         spread, own = group_numels(with_all_experts(spec)), group_numels(spec)
         trained = trained_groups(spec, workload)
@@ -156,15 +161,35 @@ class PeakmarkReplay(EngineBase):
             self._take_gradient(group)  # the final norm's, after the tied weight's share
         if self._stage == 3:
             self._memory.give(("whole", group))
-        if self._stage >= 2 and self._reduces:
-            self._reduce(group)
+        is_cast = self._sent != self._sizes.gradient
+        if self._reduces and (self._stage >= 2 or is_cast):
+            self._settle()
+            whole = self._send(group) if is_cast else ("gradient", group)
+            if self._stage > 0:
+                self._reduce(group, whole)
 
-    def _reduce(self, group: tuple[str, int]) -> None:
-        memory, size_bytes = self._memory, self._shard.of(*group) * self._sizes.gradient
-        kept, added = ("gradient shard", group), ("reduced", group)
-        self._settle()
-        memory.take(added if memory.holds(kept) else kept, size_bytes)
-        self._read = [added, ("gradient", group)]
+    def _send(self, group: tuple[str, int]) -> tuple[str, Any]:
+        """Cast the whole gradient to the reduction's dtype; the one that was made goes.
+
+        At stage 0 the cast stays for the step, or goes once it has been copied back.
+        """
+        sent = ("gradient", (group, "sent"))
+        self._memory.take(sent, self._whole.of(*group) * self._sent)
+        if self._stage > 0 or self._kept == self._sent:
+            self._memory.give(("gradient", group))
+        else:
+            self._read = [sent]
+        return sent
+
+    def _reduce(self, group: tuple[str, int], whole: tuple[str, Any]) -> None:
+        memory, numel = self._memory, self._shard.of(*group)
+        kept, reduced = ("gradient shard", group), ("reduced", group)
+        if self._kept != self._sent:
+            memory.take(reduced, numel * self._sent)
+            memory.take(kept, numel * self._kept)
+        else:
+            memory.take(reduced if memory.holds(kept) else kept, numel * self._kept)
+        self._read = [reduced, whole]
 
     def _settle(self) -> None:
         """Free what the last reduction has read."""
@@ -177,6 +202,7 @@ class PeakmarkReplay(EngineBase):
 
     def optimizer_step(self) -> None:
         """Step group by group, with the gradient cast to fp32 beside a master copy."""
+        self._clip(sum(bool(self._stepped(group)) for group in self._groups))
         for group in self._groups:
             numel = self._stepped(group)
             if not numel:
@@ -186,7 +212,8 @@ class PeakmarkReplay(EngineBase):
             self._step_tensors(group, self._tensors.of(*group))
             self._memory.give("cast")
         for group in self._groups:
-            self._memory.give(("gradient", group), ("gradient shard", group))
+            self._memory.give(("gradient", group), ("gradient", (group, "sent")))
+            self._memory.give(("gradient shard", group))
 
 
 def _finished_group(section: str, layer: int) -> tuple[str, int]:

@@ -25,9 +25,10 @@ from planner.memory.optimizers import (
 from planner.memory.sections import FLAT_GROUPS
 from planner.model import ModelSpec
 from planner.rank import with_all_experts
-from planner.workload import Engine, Optimizer, Precision
+from planner.workload import Engine, Optimizer, Precision, ReduceDtype
 
 Parts = dict[str, Any]
+_CHOSEN_BYTES = {ReduceDtype.BF16: 2, ReduceDtype.FP32: 4}
 
 
 class HeldGroup(NamedTuple):
@@ -98,6 +99,17 @@ def compute_bytes(precision: Precision) -> int:
     return 2 if precision in (Precision.MIXED, Precision.BF16) else 4
 
 
+def reduction_bytes(
+    precision: Precision, reduce_dtype: ReduceDtype, gradient_bytes: int
+) -> tuple[int, int]:
+    """Bytes of an element as our engine reduces gradients, and as it keeps them reduced.
+
+    Beside an fp32 master they stay in the reduction's dtype, bf16 is stepped with bf16.
+    """
+    sent = _CHOSEN_BYTES.get(reduce_dtype, gradient_bytes)
+    return sent, (sent if precision is Precision.MIXED else gradient_bytes)
+
+
 class Gathered:
     """Elements of groups that stage 3 has whole at each place: those in use and the next unit's.
 
@@ -157,12 +169,16 @@ class PeakmarkStates:
         accumulates: bool,
         syncs: bool = True,
         trained: Trained | None = None,
+        reduce_dtype: ReduceDtype = ReduceDtype.AUTO,
     ) -> None:
         """`syncs`: gradients are reduced after every micro-batch, not only after the last.
 
         `trained` says what of the model is, where not all is.
         """
         self._bytes = Precisions.of(precision, Engine.PEAKMARK, stage)
+        self._sent, self._kept = reduction_bytes(precision, reduce_dtype, self._bytes.gradient)
+        # Gradients that are cast to be reduced are sharded at stage 1 too.
+        self._shards = stage >= 2 or (stage == 1 and self._sent != self._bytes.gradient)
         self._precision, self._compute = precision, compute_bytes(precision)
         self._stage, self._accumulates = stage, accumulates
         # Stages 0 and 1 reduce after the last micro-batch anyway.
@@ -189,7 +205,7 @@ class PeakmarkStates:
             self._frozen = frozen if stage == 3 else whole
         self._optimizer = optimizer
         self._parameters = self.shard if stage == 3 else self.padded
-        self._gradient_numels = self.shard if stage >= 2 else self.padded
+        self._gradient_numels = self.shard if self._shards else self.padded
         self._stepped = self.padded if stage == 0 else self.shard
         self._tensors = stepped_groups(spec, optimizer, self._stepped, self._bytes.state)
         self._states = self._tensors.map(lambda tensors: optimizer_states(optimizer, tensors))
@@ -223,7 +239,7 @@ class PeakmarkStates:
         """Gathered parameters and gradients of groups begun before `place`, in bytes."""
         return {
             "gathered": sum(groups.at(place) for groups in self._gathered) * self._compute,
-            "gradients": self._gradients(place) * self._bytes.gradient,
+            "gradients": self._gradients(place),
             # Autograd holds the head's share of a tied weight until the embedding's is there.
             "temporary": tied_shares(place, self._precision)
             * self._tied_numel
@@ -231,12 +247,16 @@ class PeakmarkStates:
         }
 
     def _gradients(self, place: Place) -> Any:
-        sizes = self._gradient_numels
+        sizes = self._gradient_numels.map(lambda numel: numel * self._kept)
         if self._keeps_whole:
             # As the last layer's backward runs, nothing is freed of the head's yet.
             is_next = place == Place("layer_backward", self._layers - 1)
-            return self.padded.total() + (self._reads(place) and is_next) * self.shard.head
-        read = self._whole_before(place) if self._reads(place) else 0
+            more = (self._reads(place) and is_next) * (
+                self.shard.head * self._kept
+                + self.padded.head * (self._sent - self._bytes.gradient)
+            )
+            return self.padded.total() * self._bytes.gradient + more
+        read = self._whole_before(place) * self._sent if self._reads(place) else 0
         if self._accumulates:
             return sizes.total() + read
         if not place.in_backward:
@@ -247,7 +267,7 @@ class PeakmarkStates:
 
     def _reads(self, place: Place) -> bool:
         """Whether a reduction reads the whole gradient of the group before `place`."""
-        return self._stage >= 2 and place.in_backward and place.section != "loss_backward"
+        return self._shards and place.in_backward and place.section != "loss_backward"
 
     def _whole_before(self, place: Place) -> Any:
         """Elements of the group whose backward was the last before `place`."""
@@ -279,19 +299,21 @@ class PeakmarkStates:
 
         Its shard comes as what the group before it held goes.
         """
-        if self._stage < 2 or not place.in_backward:
+        if not self._shards or not place.in_backward:
             return {}
+        cast = self._sent - self._bytes.gradient
         if place.section == "loss_backward":
-            return {"gradients": self.shard.head * self._bytes.gradient}
+            return {"gradients": self.shard.head * self._kept + self.padded.head * cast}
         if self._keeps_whole:
             return {}  # by then the last micro-batch has freed more than this
         group = "embedding" if place.section == "embed_backward" else "layer"
-        more = self.shard.of(group, place.layer) - self._whole_before(place)
-        return {"gradients": np.maximum(more, 0) * self._bytes.gradient}
+        shard, whole = (sizes.of(group, place.layer) for sizes in (self.shard, self.padded))
+        more = shard * self._kept + whole * cast - self._whole_before(place) * self._sent
+        return {"gradients": np.maximum(more, 0)}
 
     def optimizer_step(self) -> Parts:
         """Gradients and temporaries while the largest group's optimizer steps, in bytes."""
-        cast_bytes = self._bytes.state if self._bytes.state != self._bytes.gradient else 0
+        cast_bytes = self._bytes.state if self._bytes.state != self._kept else 0
         numels, tensors = self._stepped, self._tensors
         groups = [
             (numels.embedding, tensors.embedding),
@@ -303,6 +325,6 @@ class PeakmarkStates:
             for numel, group in groups
         )
         return {
-            "gradients": self._gradient_numels.total() * self._bytes.gradient,
+            "gradients": self._gradient_numels.total() * self._kept,
             "temporary": reduce(np.maximum, temporary),
         }

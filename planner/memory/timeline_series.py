@@ -34,6 +34,7 @@ _COMPONENT_OF: Mapping[str, str] = {
     "bucket": "gradients",
     "reduced": "gradients",
     "added": "gradients",
+    "output": "gradients",
     "beside": "gradients",
     "own": "gradients",
     "gradients": "gradients",

@@ -42,7 +42,14 @@ from planner.memory.timeline import (
     phase_of,
 )
 from planner.model import ModelSpec
-from planner.workload import Checkpointing, Engine, Parallelism, Precision, TrainingWorkload
+from planner.workload import (
+    Checkpointing,
+    Engine,
+    Parallelism,
+    Precision,
+    ReduceDtype,
+    TrainingWorkload,
+)
 
 PARTS = (
     "parameters",
@@ -170,6 +177,7 @@ def _states(
     beside: Beside | None = None,
 ) -> EngineStates:
     kind = OffloadedStates if workload.offload_optimizer else _STATES[engine]
+    chosen = workload.reduce_dtype
     return kind(
         spec,
         workload.precision,
@@ -180,6 +188,7 @@ def _states(
         **({} if workload.sync_each_micro_batch else {"syncs": False}),
         **({"trained": trained} if (trained := trained_groups(spec, workload)) else {}),
         **({"recomputes": True} if _recomputes(engine, workload) else {}),
+        **({} if chosen is ReduceDtype.AUTO else {"reduce_dtype": chosen}),
     )
 
 

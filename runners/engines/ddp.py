@@ -40,6 +40,7 @@ class DdpEngine:
         collectives: Collectives,
         seed: int = 0,
         sync_each_micro_batch: bool = True,
+        max_grad_norm: float = 0.0,
     ) -> None:
         if stage not in self.stages:
             raise ValueError(f"{type(self).__name__} has no ZeRO stage {stage!r}")
@@ -47,7 +48,7 @@ class DdpEngine:
             raise ValueError("DDP keeps no master weights: use autocast or bf16 for mixed")
         self.stage = stage
         self.collectives = collectives
-        self._syncs_each = sync_each_micro_batch
+        self._syncs_each, self._max_grad_norm = sync_each_micro_batch, max_grad_norm
         if precision == "bf16":
             cast_parameters(model, torch.bfloat16)
         materialise(model, device, partial(fill_parameter, seed=seed))
@@ -81,7 +82,9 @@ class DdpEngine:
             self._count_reduction()
 
     def step(self) -> None:
-        """Step the optimizer on this rank's parameters and let go of the gradients."""
+        """Clip where asked to, step this rank's parameters and let go of the gradients."""
+        if self._max_grad_norm:
+            nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         for optimizer in self._optimizers:
             optimizer.step()
         for parameter in self._parameters:

@@ -38,6 +38,7 @@ class DeepSpeedEngine:
         collectives: Collectives,
         seed: int = 0,
         sync_each_micro_batch: bool = True,
+        max_grad_norm: float = 0.0,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"DeepSpeed runs as ZeRO stage 1, 2 or 3 here, not {stage!r}")
@@ -48,7 +49,8 @@ class DeepSpeedEngine:
         self.stage, self.collectives, self._model = stage, collectives, model
         cast_parameters(model, torch.bfloat16)
         materialise(model, device, partial(fill_parameter, seed=seed))
-        self.module = _initialize(model, build_optimizer(optimizer, model.parameters(), lr), stage)
+        stepper = build_optimizer(optimizer, model.parameters(), lr)
+        self.module = _initialize(model, stepper, stage, max_grad_norm)
         _count_collectives(collectives)
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
@@ -91,7 +93,9 @@ class DeepSpeedEngine:
         }
 
 
-def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> Any:
+def _initialize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, max_grad_norm: float
+) -> Any:
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("engine deepspeed needs DeepSpeed: pip install 'peakmark[deepspeed]'")
     # DeepSpeed reads its place in the world from the environment, whatever group there is.
@@ -105,6 +109,7 @@ def _initialize(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) 
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
+        "gradient_clipping": max_grad_norm,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,

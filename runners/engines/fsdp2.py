@@ -43,6 +43,8 @@ class Fsdp2Engine:
         collectives: Collectives,
         seed: int = 0,
         sync_each_micro_batch: bool = True,
+        reduce_dtype: str = "auto",
+        max_grad_norm: float = 0.0,
     ) -> None:
         if stage not in (2, 3):
             raise ValueError(f"FSDP2 has no ZeRO stage {stage!r}: it shards like stage 2 or 3")
@@ -52,10 +54,11 @@ class Fsdp2Engine:
         self.module = model
         if precision == "bf16":
             cast_parameters(model, torch.bfloat16)
-        self._shard_modules(precision, device)
+        self._shard_modules(_policy(precision, reduce_dtype), device)
         materialise(model, device, partial(_fill_shard, collectives=collectives, seed=seed))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer(optimizer, trained, lr)
+        self._trained, self._max_grad_norm = trained, max_grad_norm
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; FSDP2's hooks reduce when they are told to."""
@@ -63,7 +66,9 @@ class Fsdp2Engine:
         loss.backward()
 
     def step(self) -> None:
-        """Step the optimizer on the sharded parameters and free their gradients."""
+        """Clip where asked to, step the optimizer on the shards and free their gradients."""
+        if self._max_grad_norm:
+            nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -84,10 +89,7 @@ class Fsdp2Engine:
             "optimizer_bytes": _local_bytes(state_tensors(self._optimizer)),
         }
 
-    def _shard_modules(self, precision: str, device: torch.device) -> None:
-        policy = MixedPrecisionPolicy()
-        if precision == "mixed":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    def _shard_modules(self, policy: MixedPrecisionPolicy, device: torch.device) -> None:
         mesh = init_device_mesh(device.type, (self.collectives.world_size,))
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         layers = decoder_layers(self.module)
@@ -97,6 +99,14 @@ class Fsdp2Engine:
         for unit in (*layers, self.module):
             unit.set_custom_all_gather(_AllGather(self.collectives))
             unit.set_custom_reduce_scatter(_ReduceScatter(self.collectives))
+
+
+def _policy(precision: str, reduce_dtype: str) -> MixedPrecisionPolicy:
+    """`mixed` computes in bf16 and, left to itself, reduces in fp32; `bf16` does all in bf16."""
+    reduced = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(reduce_dtype)
+    if precision == "mixed":
+        return MixedPrecisionPolicy(torch.bfloat16, reduced or torch.float32)
+    return MixedPrecisionPolicy(reduce_dtype=reduced)
 
 
 class _DefaultAllocation:

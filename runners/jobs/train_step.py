@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.plan import Plan, parse_plan
-from planner.workload import Attention, Engine, Loss, TrainingWorkload
+from planner.workload import Attention, Engine, Loss, ReduceDtype, TrainingWorkload
 from runners.contract import JobKind
 from runners.engines.base import TrainingEngine
 from runners.engines.precision import forward_context
@@ -91,8 +91,18 @@ def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -
         collectives=world.collectives,
         seed=seed,
         sync_each_micro_batch=workload.sync_each_micro_batch,
-        **({"offload_optimizer": True} if workload.offload_optimizer else {}),
+        **_rare_options(workload),
     )
+
+
+def _rare_options(workload: TrainingWorkload) -> dict[str, Any]:
+    """What plans choose for engines that have it; the others refuse such plans."""
+    chosen: dict[str, Any] = {"max_grad_norm": workload.max_grad_norm}
+    if workload.offload_optimizer:
+        chosen["offload_optimizer"] = True
+    if workload.reduce_dtype is not ReduceDtype.AUTO:
+        chosen["reduce_dtype"] = workload.reduce_dtype
+    return chosen
 
 
 def engine_class(engine: Engine) -> Callable[..., TrainingEngine]:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,10 @@ class Collectives(ABC):
         finally:
             self._counting = True
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's small `value` in rank order; not counted."""
+        return [value]
+
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None: ...
 
@@ -109,6 +114,12 @@ class ProcessGroupCollectives(Collectives):
     def process_group(self) -> dist.ProcessGroup | None:
         """The group the collectives run over; None is the default group."""
         return self._group
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's small `value` in rank order; not counted."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         divides = self._divides(tensor, op)

@@ -7,7 +7,7 @@ the backward, the next forward or the optimizer goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from runners.engines.precision import COMPUTE_DTYPES
+from runners.zero.clipping import Clipper
 from runners.zero.collectives import Collectives, LocalCollectives
+from runners.zero.errors import (
+    ZeroError,
+    check_complete,
+    check_equal_ranks,
+    check_finite,
+    check_unchanged,
+)
 from runners.zero.gathering import Gatherer
 from runners.zero.groups import (
     FlatGroup,
@@ -37,7 +45,10 @@ class ZeroEngine:
     rank. Otherwise its values are kept, and must be equal on every rank. Call `backward` for
     each micro-batch's loss (already divided by their number), then `step`. With
     `sync_each_micro_batch` False stages 2 and 3 keep whole gradients up to the last one, as stages
-    0 and 1 always do.
+    0 and 1 always do. `reduce_dtype` is bf16, fp32 or auto, the gradients' own. `max_grad_norm`
+    above 0 clips to that norm over all ranks. `checks_gradients` names parameters whose gradients
+    are not finite before each step, for which the host waits. Raises ZeroError where ranks differ,
+    or the model was changed.
     """
 
     def __init__(
@@ -53,6 +64,9 @@ class ZeroEngine:
         seed: int = 0,
         sync_each_micro_batch: bool = True,
         offload_optimizer: bool = False,
+        reduce_dtype: str = "auto",
+        max_grad_norm: float = 0.0,
+        checks_gradients: bool = False,
     ) -> None:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
@@ -97,7 +111,11 @@ class ZeroEngine:
                 for group in self.trained
             ]
         side = SideStream(device, self.collectives.world_size)
-        self._side, self._reducer = side, Reducer(stage, self.collectives, side)
+        dtypes = _reduction_dtypes(precision, reduce_dtype)
+        self._side, self._reducer = side, Reducer(stage, self.collectives, side, *dtypes)
+        is_sharded = stage > 0
+        self._clipper = Clipper(max_grad_norm, self.collectives, side, is_sharded=is_sharded)
+        self._checks_gradients, self._has_begun = checks_gradients, False
         self._awaited: list[FlatGroup] = []
         self._reduces_now = False
         self._hook_gradients()
@@ -106,13 +124,22 @@ class ZeroEngine:
             self._gatherer = Gatherer(
                 model, self.groups, self.collectives, side, self._complete_above
             )
+        options = {"stage": stage, "optimizer": optimizer, "precision": precision}
+        options |= {"reduce_dtype": reduce_dtype, "max_grad_norm": max_grad_norm}
+        check_equal_ranks(self.groups, self.collectives, options)
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; reduce what the stage reduces in this micro-batch."""
+        check_unchanged(self.groups)
+        if not self._has_begun:
+            check_complete(self.module, self.groups)
+            self._has_begun = True
         self._reduces_now = last_micro_batch or (self._syncs_each and self.stage >= 2)
         # Collectives must come in one order on all ranks even where some rank's parameters get
         # no gradient, so groups are reduced in this order only.
         self._awaited = self.trained[::-1]
+        for group in self._awaited:
+            group.is_awaited = True
         with self._gatherer.backward() if self._gatherer else nullcontext():
             loss.backward()
             self._finish_backward()
@@ -120,25 +147,35 @@ class ZeroEngine:
     def step(self) -> None:
         """Step every group's optimizer, share the new parameters, free the gradients."""
         end: torch.cuda.Event | None = None
+        gradients = [self._reduced(group) for group in self.trained]
+        if self._checks_gradients:
+            check_finite(self.trained, gradients, self.collectives)
+        self._clipper.clip(gradients)
         with torch.no_grad():
-            for group in self._step_groups():
+            for group in self._step_groups(gradients):
                 if self.stage in (1, 2):
                     end = self._side.run(partial(group.fill, self.collectives.all_gather))
         self._side.wait(end)
+        del gradients
         for group in self.trained:
             group.free_full_gradient()
             group.gradient_shard = None
 
-    def _step_groups(self) -> Iterator[FlatGroup]:
+    def _reduced(self, group: FlatGroup) -> Tensor:
+        """Return the gradient that a group's optimizer steps with: whole at stage 0, else a shard."""
+        whole = group.gradient if self.stage == 0 else None
+        return group.own_gradient() if whole is None else whole
+
+    def _step_groups(self, gradients: Sequence[Tensor]) -> Iterator[FlatGroup]:
         """Step the optimizers; yield each group whose shard is new."""
         if self._host is not None:
-            gradients = [group.own_gradient() for group in self.trained]
             for index in self._host.step(gradients):
                 yield self.trained[index]
             return
-        for group, optimizer in zip(self.trained, self._optimizers, strict=True):
-            whole = group.gradient if self.stage == 0 else None
-            optimizer.step(group.own_gradient() if whole is None else whole)
+        for group, optimizer, gradient in zip(
+            self.trained, self._optimizers, gradients, strict=True
+        ):
+            optimizer.step(gradient)
             yield group
 
     def full_parameters(self) -> dict[str, Tensor]:
@@ -176,6 +213,12 @@ class ZeroEngine:
                 parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, group))
 
     def _before_gradient(self, group: FlatGroup, index: int, gradient: Tensor) -> None:
+        if not group.is_awaited:
+            raise ZeroError(
+                f"the gradient of {group.layout.slots[index].name} came after its group was reduced, "
+                "or outside the engine: call engine.backward(loss) instead of loss.backward(), and "
+                "use a parameter inside one layer only"
+            )
         group.accept_gradient(index)
 
     def _after_gradient(self, group: FlatGroup, parameter: Tensor) -> None:
@@ -207,7 +250,7 @@ class ZeroEngine:
         self._complete(group)
 
     def _complete(self, group: FlatGroup) -> None:
-        group.arrived, group.is_complete = 0, False
+        group.arrived, group.is_complete, group.is_awaited = 0, False, False
         if self._gatherer is not None:
             self._gatherer.release(group)
         if self._reduces_now:
@@ -221,3 +264,16 @@ def _shard_dtype(precision: str, members: Members, offload_optimizer: bool) -> t
     """
     is_master = precision == "mixed" and not members.is_frozen and not offload_optimizer
     return torch.float32 if is_master else COMPUTE_DTYPES[precision]
+
+
+def _reduction_dtypes(precision: str, reduce_dtype: str) -> tuple[torch.dtype, torch.dtype]:
+    """In what dtype gradients are reduced, and kept once they are.
+
+    With an fp32 master they stay in the reduction's; bf16 parameters are stepped with bf16.
+    """
+    made = COMPUTE_DTYPES[precision]
+    named = {"auto": made, "bf16": torch.bfloat16, "fp32": torch.float32}
+    if reduce_dtype not in named or (made == torch.float32 and reduce_dtype == "bf16"):
+        raise ValueError(f"reduce_dtype {reduce_dtype!r} is none for gradients in {made}")
+    sent = named[reduce_dtype]
+    return sent, (sent if precision == "mixed" else made)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runners.zero.collectives import Collectives
+from runners.zero.errors import mark_released, mark_whole
 from runners.zero.groups import FlatGroup, decoder_layers
 from runners.zero.streams import SideStream
 
@@ -48,6 +49,8 @@ class Gatherer:
         head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         is_tied = [head in _modules_of([group]) for group in self._units[0]]
         self._units[-1] += [g for g, tied in zip(self._units[0], is_tied, strict=True) if tied]
+        for group in groups:
+            mark_released(group)
         self._hook(layers, head)
 
     def _hook(self, layers: nn.ModuleList, head: nn.Module) -> None:
@@ -68,6 +71,7 @@ class Gatherer:
             self._side.wait(self._arrivals.pop(group))
         if group in self._whole:
             self._whole.remove(group)
+            mark_released(group)
         group.release()
 
     @contextmanager
@@ -135,6 +139,7 @@ class Gatherer:
         for group in self._units[unit]:
             if group in self._arrivals:
                 self._side.wait(self._arrivals.pop(group))
+                mark_whole(group)
 
     def _keep_only(self, units: Iterable[int]) -> None:
         kept = [group for unit in units for group in self._units[unit]]

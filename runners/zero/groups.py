@@ -210,7 +210,7 @@ class FlatGroup:
         self.parameters = [self._adopt(index, seed) for index in range(len(self.layout.slots))]
         self.shard = self.layout.shard(self.flat, rank)
         self.is_gathered = True
-        self.is_complete = False
+        self.is_complete = self.is_awaited = False
         self.arrived = 0
         self.gradient: Tensor | None = None
         self.gradient_shard: Tensor | None = None

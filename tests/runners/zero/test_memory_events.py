@@ -28,6 +28,7 @@ from planner.workload import (
     Optimizer,
     Parallelism,
     Precision,
+    ReduceDtype,
     TrainingWorkload,
 )
 from runners.engines.precision import forward_context
@@ -178,6 +179,8 @@ def _real_events(case: Case) -> list[Event]:
             device=CPU,
             collectives=LocalCollectives(0, case.ranks),
             sync_each_micro_batch=workload.sync_each_micro_batch,
+            reduce_dtype=workload.reduce_dtype,
+            max_grad_norm=workload.max_grad_norm,
         )
         labels = _Labels(events.append)
         tokens = torch.randint(101, (1, 8))
@@ -282,6 +285,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adapters": {"lora_rank": 3},
     "adapters, accumulated": {"lora_rank": 3, "grad_accumulation": 2},
     "frozen layers": {"frozen_layers": 1},
+    "reduced in fp32": {"reduce_dtype": ReduceDtype.FP32, "grad_accumulation": 2},
+    "bf16 reduced in fp32": {"precision": Precision.BF16, "reduce_dtype": ReduceDtype.FP32},
+    "clipped": {"max_grad_norm": 1.0},
 }
 
 
