@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# What gloo and NCCL say when a peer is gone or a deadline has passed.
+_OTHERS_FAULT = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Tt]imed? ?out|remote process exited"
+)
+
+
+class RankLostError(RuntimeError):
+    """Another rank of the group stopped, or did not answer within the group's timeout."""
 
 
 @dataclass(slots=True)
@@ -123,14 +133,16 @@ class ProcessGroupCollectives(Collectives):
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         divides = self._divides(tensor, op)
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if divides else op, group=self._group)
+        with self._explained("all_reduce"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM if divides else op, group=self._group)
         if divides:
             tensor.div_(self.world_size)
 
     def _reduce_scatter(self, output: Tensor, full: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         divides = self._divides(full, op)
         kind = dist.ReduceOp.SUM if divides else op
-        dist.reduce_scatter_tensor(output, full, op=kind, group=self._group)
+        with self._explained("reduce_scatter"):
+            dist.reduce_scatter_tensor(output, full, op=kind, group=self._group)
         if divides:
             output.div_(self.world_size)
 
@@ -142,7 +154,22 @@ class ProcessGroupCollectives(Collectives):
         return group._get_backend(tensor.device).name() != "nccl"
 
     def _all_gather(self, output: Tensor, shard: Tensor) -> None:
-        dist.all_gather_into_tensor(output, shard, group=self._group)
+        with self._explained("all_gather"):
+            dist.all_gather_into_tensor(output, shard, group=self._group)
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """Say of a collective that another rank left what that means."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not _OTHERS_FAULT.search(str(error)):
+                raise
+            words = str(error).strip().splitlines()[0]
+            raise RankLostError(
+                f"{name} on rank {self.rank} of {self.world_size} failed because another rank stopped "
+                f"or does not answer ({words}): look at the log of the rank that ended first"
+            ) from error
 
 
 class LocalCollectives(Collectives):
