@@ -16,7 +16,7 @@ import numpy as np
 from planner.memory.adapters import Trained, trained_groups
 from planner.memory.ddp import bucket_bytes, model_order
 from planner.memory.deepspeed import reductions
-from planner.memory.deepspeed_fetch import PERSISTENT_NUMEL, steady_fetches
+from planner.memory.deepspeed_fetch import PERSISTENT_NUMEL, Step, steady_fetches
 from planner.memory.fsdp2 import row_shards
 from planner.memory.groups import GroupSizes, group_numels, group_shapes, rows_of
 from planner.model import ModelSpec
@@ -221,7 +221,9 @@ def _deepspeed(
 def _fetched(spec: ModelSpec, recomputes: bool) -> tuple[Counter[int], int]:
     """Sizes of the parameters fetched in a micro-batch, with how often each, and the calls."""
     fetches = steady_fetches(spec, recomputes)
-    gathers = [event for events in fetches.events.values() for event in events if event.gathers]
+    gathers = [
+        event for events in fetches.events.values() for event in events if event.step is Step.GATHER
+    ]
     sizes = Counter(parameter.numel for event in gathers for parameter in event.parameters)
     return sizes, fetches.calls
 

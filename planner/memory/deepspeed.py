@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ class Partition:
     """What one world size makes of the parameters, in elements, for rank 0.
 
     `shard` is stepped by a rank. `own` are the whole parameters of which rank 0 owns something (stages
-    1 and 2 keep their gradients whole), `largest_own` the largest piece; `is_split` says that gradients
-    of several ranks share a bucket, which is then copied to be reduced.
+    1 and 2 keep their gradients whole), `largest_own` the largest piece.
     """
 
     padded: int
@@ -42,7 +41,6 @@ class Partition:
     own: int
     largest_own: int
     num_own: int
-    is_split: bool
 
 
 @lru_cache(maxsize=512)
@@ -62,7 +60,6 @@ def flat_partition(spec: ModelSpec, world_size: int) -> Partition:
         own=sum(numel for numel, _ in own),
         largest_own=max(pieces),
         num_own=len(own),
-        is_split=world_size > 1,
     )
 
 
@@ -77,22 +74,62 @@ def sharded_partition(spec: ModelSpec, world_size: int) -> Partition:
         own=total,
         largest_own=max(shards),
         num_own=len(shards),
-        is_split=True,
     )
 
 
+class Bucket(NamedTuple):
+    """Gradients that are reduced at once: `numel` elements of the model's order from `start` on."""
+
+    start: int
+    numel: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is one gradient that no bucket holds: it is reduced where it is."""
+        return self.numel > BUCKET_NUMEL
+
+    def copied(self, shard: int) -> int:
+        """Elements that stage 1 copies to reduce it.
+
+        Slices of several ranks are made one tensor; a single slice is one already
+        (allreduce_bucket, whose `flatten` leaves a single tensor as it is). At stage 2 gradients
+        arrive out of the model's order, so that slices do not join.
+        """
+        is_one_slice = self.start // shard == (self.start + self.numel - 1) // shard
+        return 0 if is_one_slice else self.numel
+
+
 @lru_cache(maxsize=64)
-def reductions(spec: ModelSpec) -> dict[Place, tuple[int, ...]]:
-    """Elements of the buckets reduced at each place, gradients coming in the model's order reversed."""
-    found: dict[Place, tuple[int, ...]] = {}
+def reductions(spec: ModelSpec) -> dict[Place, tuple[Bucket, ...]]:
+    """The buckets reduced at each place, gradients coming in the model's order reversed.
+
+    A gradient larger than a bucket is reduced by itself.
+    """
+    found: dict[Place, tuple[Bucket, ...]] = {}
+    arrivals = _arrivals(spec)
+    start = sum(numel for _, numel in arrivals)
     filled = 0
-    for place, numel in _arrivals(spec):
+    for place, numel in arrivals:
         if filled + numel > BUCKET_NUMEL and filled:
-            found[place] = (*found.get(place, ()), filled)
+            found[place] = (*found.get(place, ()), Bucket(start, filled))
             filled = 0
+        start -= numel
         filled += numel
     last = Place("embed_backward")
-    return {**found, last: (*found.get(last, ()), filled)}
+    return {**found, last: (*found.get(last, ()), Bucket(start, filled))}
+
+
+@lru_cache(maxsize=64)
+def buckets_after_backward(spec: ModelSpec) -> tuple[Bucket, ...]:
+    """Stage 1's buckets: it fills them in the model's order once the backward is over."""
+    found: list[Bucket] = []
+    start = filled = 0
+    for tensor in (tensor for _, tensor in model_order(spec, BF16_BYTES)):
+        if filled + tensor.numel > BUCKET_NUMEL and filled:
+            found.append(Bucket(start, filled))
+            start, filled = start + filled, 0
+        filled += tensor.numel
+    return (*found, Bucket(start, filled))
 
 
 def _arrivals(spec: ModelSpec) -> list[tuple[Place, int]]:
@@ -226,22 +263,39 @@ class DeepSpeedStates:
         return {}
 
     def at_section_end(self, place: Place) -> Parts:
-        """The copies that reducing the buckets of this place takes, in bytes."""
+        """What reducing the buckets of this place takes, in bytes."""
         if not place.in_backward:
             return {}
         if self._stage == 1:
-            return {"temporary": self._reduces_all(place)}
-        largest = max(reductions(self._spec).get(place, (0,)))
-        copies = self._of(lambda part: part.is_split) * largest * BF16_BYTES
-        return {"temporary": copies}
+            reduced = self._after_backward if place.section == "embed_backward" else None
+        else:
+            reduced = partial(self._while_reducing, place)
+        return {"temporary": self._of(reduced) * BF16_BYTES if reduced else 0}
 
-    def _reduces_all(self, place: Place) -> Any:
-        """Stage 1 empties gradients into the bucket after the backward: freed, copied, reduced."""
-        if place.section != "embed_backward":
-            return 0
-        moved = min(int(self._numels.total()), BUCKET_NUMEL)
-        copies = self._of(lambda part: part.is_split) * moved
-        return (copies - moved) * BF16_BYTES
+    def _while_reducing(self, place: Place, part: Partition) -> int:
+        """Elements beside the gradients as a place's buckets are reduced, at the most.
+
+        The bucket's copy or, after the first, the gradients that rank 0 keeps, with a gradient
+        larger than a bucket, which waits outside of it.
+        """
+        buckets = reductions(self._spec).get(place, ())
+        if self._stage == 3:
+            return max((bucket.numel for bucket in buckets), default=0)
+        own = 0 if self._has_reduced(place) else part.own
+        is_split = part.shard < part.padded
+        return max(
+            (max(b.numel * is_split, own) + b.numel * b.is_large for b in buckets), default=0
+        )
+
+    def _after_backward(self, part: Partition) -> int:
+        """Elements beside all gradients as stage 1 empties them into buckets, at the most."""
+        most = freed = own = 0
+        for bucket in buckets_after_backward(self._spec):
+            freed += bucket.numel * (not bucket.is_large)
+            most = max(most, own - freed + bucket.copied(part.shard), part.own - freed)
+            freed += bucket.numel * bucket.is_large
+            own = part.own
+        return most
 
     def optimizer_step(self) -> Parts:
         """Averaged gradients; their norm in fp64, or their flat copy and the fp32 gradient."""

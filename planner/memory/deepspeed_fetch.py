@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,11 +37,25 @@ class _Call(NamedTuple):
     parameters: tuple[_Parameter, ...]
 
 
-class Event(NamedTuple):
-    """Parameters gathered in one call, or one released."""
+class Step(Enum):
+    """What happens to parameters that are gathered in one call.
 
-    gathers: bool
+    Several come in one buffer. Whoever needs the first of them copies all of them out of it, but the
+    buffer stays until the last has been needed (AllGatherCoalescedHandle, partition_parameters.py).
+    """
+
+    GATHER = auto()
+    COPY_OUT = auto()
+    DROP_BUFFER = auto()
+    RELEASE = auto()
+
+
+class Event(NamedTuple):
+    """A step of parameters gathered in one call, or the release of one parameter."""
+
+    step: Step
     parameters: tuple[_Parameter, ...]
+    call: int = 0
 
 
 @dataclass(slots=True)
@@ -98,6 +113,8 @@ class _Coordinator:
         self._available = set(self._persistent)
         self._fetched_for: dict[_Parameter, int] = defaultdict(lambda: -1)
         self._live_numel = 0
+        self._in_flight: dict[_Parameter, Event] = {}
+        self._copied_out: set[Event] = set()
         persistent_numel = sum(p.numel for p in self._persistent)
         self.fetches = Fetches(persistent_numel=persistent_numel)
 
@@ -108,6 +125,7 @@ class _Coordinator:
             if is_first_loss:
                 self.fetches.live.setdefault(call.place, self._live_numel)
             self._gather(call.place, [p for p in call.parameters if p not in self._available])
+            self._wait(call)
             self._skip_own(turn, call)
             self._prefetch(call.place)
             if not is_first_loss:
@@ -123,7 +141,22 @@ class _Coordinator:
         self._live_numel += numel
         self.fetches.gathered_numel += numel
         self.fetches.calls += 1
-        self.fetches.events[place].append(Event(True, tuple(parameters)))
+        event = Event(Step.GATHER, tuple(parameters), self.fetches.calls)
+        self._in_flight.update(dict.fromkeys(parameters, event))
+        self.fetches.events[place].append(event)
+
+    def _wait(self, call: _Call) -> None:
+        """Wait for the module's own parameters, and with the first of a call for all of them."""
+        events = self.fetches.events[call.place]
+        for parameter in call.parameters:
+            gathered = self._in_flight.pop(parameter, None)
+            if gathered is None or len(gathered.parameters) == 1:
+                continue
+            if gathered not in self._copied_out:
+                self._copied_out.add(gathered)
+                events.append(gathered._replace(step=Step.COPY_OUT))
+            if gathered not in self._in_flight.values():
+                events.append(gathered._replace(step=Step.DROP_BUFFER))
 
     def _skip_own(self, turn: int, call: _Call) -> None:
         """Take the module's own parameters off the queue of those to prefetch."""
@@ -156,10 +189,25 @@ class _Coordinator:
             if parameter in done:
                 self._available.discard(parameter)
                 self._live_numel -= parameter.numel
-                self.fetches.events[call.place].append(Event(False, (parameter,)))
+                self.fetches.events[call.place].append(Event(Step.RELEASE, (parameter,)))
 
 
 @lru_cache(maxsize=64)
 def steady_fetches(spec: ModelSpec, recomputes: bool) -> Fetches:
     """Follow one steady step; `recomputes` runs each layer's forward again in its backward."""
     return _Coordinator(list(_calls(spec, recomputes))).run()
+
+
+@lru_cache(maxsize=64)
+def first_fetches(spec: ModelSpec, recomputes: bool) -> dict[Place, list[Event]]:
+    """Events of the first micro-batch, which learns the order: nothing is fetched ahead or kept."""
+    events: dict[Place, list[Event]] = defaultdict(list)
+    for number, call in enumerate(_calls(spec, recomputes)):
+        own = tuple(p for p in call.parameters if p.numel > PERSISTENT_NUMEL)
+        if own:
+            steps = (
+                [Step.GATHER] if len(own) == 1 else [Step.GATHER, Step.COPY_OUT, Step.DROP_BUFFER]
+            )
+            events[call.place] += [Event(step, own, -number) for step in steps]
+            events[call.place] += [Event(Step.RELEASE, (p,)) for p in own]
+    return events

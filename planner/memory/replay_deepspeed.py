@@ -9,11 +9,19 @@ from planner.memory.deepspeed import (
     FP32_BYTES,
     FP64_BYTES,
     SUB_GROUP_NUMEL,
+    Bucket,
+    buckets_after_backward,
     flat_partition,
     reductions,
     sharded_partition,
 )
-from planner.memory.deepspeed_fetch import Event, steady_fetches
+from planner.memory.deepspeed_fetch import (
+    PERSISTENT_NUMEL,
+    Event,
+    Step,
+    first_fetches,
+    steady_fetches,
+)
 from planner.memory.groups import Place
 from planner.memory.optimizers import Stepped
 from planner.memory.replay import Blocks, Memory
@@ -43,9 +51,10 @@ class DeepSpeedReplay(EngineBase):
         self._numels = [tensor.numel for _, tensor in model_order(spec, BF16_BYTES)]
         cut = sharded_partition if self._stage == 3 else flat_partition
         self._part = cut(spec, self._ranks)
-        self._reductions = reductions(spec)
+        self._spec, self._reductions = spec, reductions(spec)
         recomputes = workload.checkpointing is Checkpointing.FULL
         self._fetches = steady_fetches(spec, recomputes) if self._gathers else None
+        self._events = first_fetches(spec, recomputes) if self._gathers else {}
         self._kept: Blocks = []
         self._is_last = True
 
@@ -66,23 +75,49 @@ class DeepSpeedReplay(EngineBase):
         else:
             memory.take("flat", part.padded * BF16_BYTES)
             memory.give(*(("parameter", number) for number in range(len(self._numels))))
-        memory.take("clone", part.shard * BF16_BYTES)
-        memory.take("master", part.shard * FP32_BYTES)
-        memory.give("clone")
+        self._make_masters()
         if self._stage == 3:
-            memory.take("gradients", part.shard * BF16_BYTES)
             memory.take("bucket", _BUCKET_BYTES)
+            memory.take("gradients", part.shard * BF16_BYTES)
+            self._hook_parameters()
         self._take_tokens()
 
+    def _make_masters(self) -> None:
+        """A clone in between, and the gradients that the optimizer is introduced to."""
+        memory, groups = self._memory, self._sub_groups()
+        between = FP32_BYTES if self._stage == 3 else BF16_BYTES
+        for number, stepped in enumerate(groups):
+            memory.take("clone", stepped * between)
+            memory.take(("master", number), stepped * FP32_BYTES)
+            memory.give("clone")
+        memory.take("gradient", max(groups) * FP32_BYTES)
+        memory.give("gradient")
+
+    def _sub_groups(self) -> list[int]:
+        """Elements that are stepped at once."""
+        if self._stage != 3:
+            return [self._part.shard]
+        whole, rest = divmod(self._part.shard, SUB_GROUP_NUMEL)
+        return [SUB_GROUP_NUMEL] * whole + ([rest] if rest else [])
+
     def _shard_parameters(self) -> None:
+        """Shard one by one, then all through the host into one buffer (`defragment`)."""
         memory = self._memory
         for number, numel in enumerate(self._numels):
             memory.take(("shard", number), -(-numel // self._ranks) * BF16_BYTES)
             memory.give(("parameter", number))
-        memory.take("flat", self._part.shard * BF16_BYTES)
         memory.give(*(("shard", number) for number in range(len(self._numels))))
-        if self._fetches is not None:
-            memory.take("small", self._fetches.persistent_numel * BF16_BYTES)
+        memory.allocator.empty_cache()
+        memory.take("flat", self._part.shard * BF16_BYTES)
+
+    def _hook_parameters(self) -> None:
+        """Every parameter is gathered once to hook its gradient; small ones stay."""
+        if not self._gathers:
+            return
+        for numel in self._numels:
+            kept = ("small", numel) if numel <= PERSISTENT_NUMEL else "hooked"
+            self._memory.take(kept, -(-numel // self._ranks) * self._ranks * BF16_BYTES)
+            self._memory.give("hooked")
 
     def start_micro_batch(self, is_last: bool) -> None:
         """Only the last micro-batch ends in a step; stage 1 reduces in that one alone."""
@@ -96,27 +131,42 @@ class DeepSpeedReplay(EngineBase):
         self._take_workspace(section)
 
     def _fetch(self, place: Place) -> None:
-        events = self._fetches.events[place] if self._fetches is not None else []
-        for event in events:
-            if event.gathers:
-                self._gather(event)
-            else:
-                self._memory.give(*(("whole", p.name) for p in event.parameters))
+        for event in self._events.get(place, ()):
+            match event.step:
+                case Step.GATHER:
+                    self._gather(event)
+                case Step.COPY_OUT:
+                    for parameter in event.parameters:
+                        self._take_whole(parameter.name, parameter.numel)
+                case Step.DROP_BUFFER:
+                    self._memory.give(("gather", event.call))
+                case Step.RELEASE:
+                    self._memory.give(*(("whole", p.name) for p in event.parameters))
 
     def _gather(self, event: Event) -> None:
-        """Several parameters come in one buffer and are copied out of it."""
-        memory = self._memory
-        sizes = [-(-p.numel // self._ranks) * self._ranks * BF16_BYTES for p in event.parameters]
-        if len(sizes) > 1:
-            memory.take("gather", sum(sizes), _GATHER_STREAM)
-        for parameter, size_bytes in zip(event.parameters, sizes, strict=True):
-            memory.take(("whole", parameter.name), size_bytes, _GATHER_STREAM)
-        memory.give("gather")
+        if len(event.parameters) == 1:
+            self._take_whole(*event.parameters[0])
+            return
+        numel = sum(-(-p.numel // self._ranks) * self._ranks for p in event.parameters)
+        self._memory.take(("gather", event.call), numel * BF16_BYTES, _GATHER_STREAM)
+
+    def _take_whole(self, name: str, numel: int) -> None:
+        padded = -(-numel // self._ranks) * self._ranks
+        self._memory.take(("whole", name), padded * BF16_BYTES, _GATHER_STREAM)
 
     def first_gradient(self, group: int, layer: int) -> None:
         """The bucket begins with the backward's first gradient."""
         if group == _HEAD:
             self._memory.take("bucket", _BUCKET_BYTES)
+
+    def last_gradient(self, group: int, layer: int) -> None:
+        """A head larger than a bucket is reduced before the final norm's gradient comes to it."""
+        if group == _HEAD and self._stage != 1:
+            self._reduce_all(Place("loss_backward"))
+
+    def _reduce_all(self, place: Place) -> None:
+        for bucket in self._reductions.get(place, ()):
+            self._reduce(bucket)
 
     def after(self, section: str, layer: int, gradients: Blocks) -> None:
         """Reduce the buckets that filled; end a micro-batch after the embedding's backward."""
@@ -127,9 +177,8 @@ class DeepSpeedReplay(EngineBase):
             self._memory.take("bucket", _BUCKET_BYTES)
         if self._stage == 1:
             self._keep(section, gradients)
-        else:
-            for numel in self._reductions.get(_place(section, layer), ()):
-                self._reduce(numel)
+        elif section != "loss_backward":
+            self._reduce_all(_place(section, layer))
         if section == "embed_backward":
             self._end_micro_batch()
 
@@ -140,22 +189,28 @@ class DeepSpeedReplay(EngineBase):
             self._memory.take("whole gradients", sum(self._numels) * BF16_BYTES)
         if section != "embed_backward" or not self._is_last:
             return
-        moved_bytes, copied = 0, min(sum(self._numels), BUCKET_NUMEL)
-        while self._kept and moved_bytes < copied * BF16_BYTES:
-            block = self._kept.pop()
-            moved_bytes += block.size_bytes
-            self._memory.allocator.release(block)
-        self._reduce(copied)
-        for block in self._kept:
-            self._memory.allocator.release(block)
-        self._kept = []
+        for bucket in buckets_after_backward(self._spec):
+            if bucket.is_large:
+                self._reduce(bucket)
+            self._release_kept(bucket.numel * BF16_BYTES)
+            if not bucket.is_large:
+                self._reduce(bucket)
+        self._release_kept(sum(block.size_bytes for block in self._kept))
         self._memory.give("whole gradients")
 
-    def _reduce(self, numel: int) -> None:
+    def _release_kept(self, size_bytes: int) -> None:
+        """Release the gradients that come first in the model: the backward's last."""
+        while self._kept and size_bytes > 0:
+            block = self._kept.pop()
+            size_bytes -= block.size_bytes
+            self._memory.allocator.release(block)
+
+    def _reduce(self, bucket: Bucket) -> None:
         memory = self._memory
-        if self._part.is_split:
+        copied = bucket.copied(self._part.shard) if self._stage == 1 else bucket.numel
+        if self._stage == 3 or self._ranks > 1:
             stream = _REDUCE_STREAM if self._stage == 3 else 0
-            memory.take("copy", numel * BF16_BYTES, stream)
+            memory.take("copy", copied * BF16_BYTES, stream)
             memory.give("copy")
         if self._stage != 3:
             added = memory.holds("own") and self._stage == 2 and self._is_later
@@ -171,19 +226,17 @@ class DeepSpeedReplay(EngineBase):
         if self._stage != 3 and (self._stage == 2 or self._is_last):
             memory.give("bucket")
         if self._fetches is not None:
-            everything = (e for events in self._fetches.events.values() for e in events)
+            everything = [e for events in self._events.values() for e in events]
+            memory.give(*{("gather", e.call) for e in everything})
             memory.give(*{("whole", p.name) for e in everything for p in e.parameters})
+            self._events = self._fetches.events
 
     def optimizer_step(self) -> None:
         """The gradients' norm in fp64, the fp32 gradient, the step."""
         memory, part = self._memory, self._part
         memory.take("norm", part.largest_own * FP64_BYTES)
         memory.give("norm")
-        shards = [part.shard]
-        if self._stage == 3:
-            whole, rest = divmod(part.shard, SUB_GROUP_NUMEL)
-            shards = [SUB_GROUP_NUMEL] * whole + ([rest] if rest else [])
-        for number, shard in enumerate(shards):
+        for number, shard in enumerate(self._sub_groups()):
             if part.num_own > 1:
                 memory.take("flat gradient", shard * BF16_BYTES)
             memory.take("fp32 gradient", shard * FP32_BYTES)
