@@ -53,7 +53,7 @@ def _loss(model: nn.Module) -> torch.Tensor:
 def test_a_released_parameter_says_whose_it_is(use: Callable[[Any], object]) -> None:
     model, engine = _engine(3)
     with pytest.raises(
-        ZeroError, match=r"lm_head.weight is used outside its module: .* full_param"
+        ZeroError, match=r"lm_head\.weight is used outside its module: .* full_param"
     ):
         use(model)
     engine.backward(_loss(model), last_micro_batch=True)  # inside, it may
