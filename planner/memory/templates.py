@@ -43,7 +43,7 @@ WIDTH = "width"
 # Families of which every model has its key-value heads in the same proportion to its query heads.
 ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon", "deepseek_v2", "deepseek_v3")
 # Families whose small models have one key-value head: expanding it to all heads copies nothing.
-ONE_KEY_VALUE_HEAD: tuple[str, ...] = ()
+ONE_KEY_VALUE_HEAD = ("gemma3_text",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +297,6 @@ def _latent_sizes(spec: ModelSpec) -> dict[str, float]:
         "nope_and_value": latent.nope_dim + latent.value_dim,
         "half_kv_rank": latent.kv_rank / 2,
         "quarter_kv_rank_and_rotary": (latent.kv_rank + latent.rope_dim) / 4,
-        "nope_dim": latent.nope_dim,
-        "qk_dim": spec.head_dim,
-        "half_nope_and_value": (latent.nope_dim + latent.value_dim) / 2,
-        "kv_rank": latent.kv_rank,
-        "kv_rank_and_rotary": latent.kv_rank + latent.rope_dim,
         "q_rank": latent.q_rank or 0,
     }
 

@@ -106,8 +106,10 @@ def variants(family: str) -> list[Variant]:
     kinds = [(a, compute) for a in attentions for compute in COMPUTES]
     if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED, "gemma3_text"):
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
-    # Of selective checkpointing, fewer layouts are traced.
-    selective = [(*kind, "selective") for kind in kinds if kind[0] in _SELECTIVE]
+    # Of selective checkpointing, fewer layouts are traced. GPT-OSS adds its biases to the experts'
+    # products in place, and torch refuses to reuse a saved tensor that has been written to.
+    kept = [kind for kind in kinds if kind[0] in _SELECTIVE and family != "gpt_oss"]
+    selective = [(*kind, "selective") for kind in kept]
     modes = [(*kind, checkpointing) for kind in kinds for checkpointing in ("none", "full")]
     packed = [(*kind, ckpt) for kind in _packed_kinds(family) for ckpt in ("none", "full")]
     return [Variant(family, *mode) for mode in (*modes, *selective, *packed)]
