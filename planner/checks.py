@@ -62,16 +62,17 @@ def check_mapping(field: str, value: object, known: frozenset[str] | None = None
     return dict(value)
 
 
-def _bad_number_path(value: object, path: str) -> str | None:
+def _bad_number(value: object, path: str) -> tuple[str, float] | None:
+    """Return where in a value a NaN or an infinity is, and which; None without."""
     if isinstance(value, float) and not math.isfinite(value):
-        return path
+        return path, value
     if isinstance(value, Mapping):
         pairs = [(f"{path}.{describe_key(str(key))}", child) for key, child in value.items()]
     elif isinstance(value, list | tuple):
         pairs = [(f"{path}[{i}]", child) for i, child in enumerate(value)]
     else:
         return None
-    return next((bad for name, child in pairs if (bad := _bad_number_path(child, name))), None)
+    return next((bad for name, child in pairs if (bad := _bad_number(child, name))), None)
 
 
 def canonical_json(field: str, value: object) -> str:
@@ -81,7 +82,7 @@ def canonical_json(field: str, value: object) -> str:
     except RecursionError:
         raise PlanError(field, value, "nested less deeply") from None
     except (TypeError, ValueError):
-        bad = _bad_number_path(value, field)
+        bad = _bad_number(value, field)
     if bad:
-        raise PlanError(bad, math.nan, "a finite number, not NaN or infinity")
+        raise PlanError(*bad, "a finite number, not NaN or infinity")
     raise PlanError(field, value, "JSON: text, numbers, true, false, null, lists and objects")

@@ -83,8 +83,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         with target.open("rb") as file:
             return parse_config_text(file.read(MAX_CONFIG_BYTES + 1))
     except OSError as error:
-        sentence = f"model.config cannot be read from {target.name}: {error.strerror or error}."
-        raise PlanError("model.config", target.name, "a file", sentence=sentence) from None
+        sentence = f"model.config cannot be read from {target}: {error.strerror or error}."
+        raise PlanError("model.config", str(target), "a file", sentence=sentence) from None
 
 
 class _Fields:
@@ -452,9 +452,7 @@ def has_no_family(config: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and kind not in (*SUPPORTED_FAMILIES, "gemma3")
 
 
-def _other_spec(
-    config: Mapping[str, Any], name: str, overrides: Mapping[str, Any]
-) -> ModelSpec:
+def _other_spec(config: Mapping[str, Any], name: str, overrides: Mapping[str, Any]) -> ModelSpec:
     spec = spec_from_config_of_other(config, name=check_text("model.name", name))
     if overrides:
         key = describe_key(next(iter(overrides)))

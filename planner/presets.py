@@ -67,7 +67,7 @@ def _plain(name: str) -> str:
 def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
     """Return the id that `name` means: exact, then the last path part, then a unique part of it.
 
-    Case and punctuation do not matter. Raises PlanError listing the candidates.
+    Case and punctuation do not matter. Raises PlanError listing the candidates: the near ones, or all.
     """
     if not isinstance(name, str) or len(name) > _MAX_NAME_CHARACTERS or not _plain(name):
         raise PlanError(field, name, "the name of a preset")
@@ -86,9 +86,10 @@ def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
             sentence = f"{field} {describe_value(name)} could be any of {listed}: write one fully."
             raise PlanError(field, name, listed, sentence=sentence)
     close = get_close_matches(wanted, list(shorts.values()), n=3, cutoff=0.5)
-    hint = ", ".join([full for full in ids if shorts[full] in close] or ids[:3])
-    sentence = f"{field} {describe_value(name)} is not a known preset: did you mean {hint}?"
-    raise PlanError(field, name, hint, sentence=sentence)
+    near = ", ".join(full for full in ids if shorts[full] in close)
+    hint = f"did you mean {near}?" if near else f"it must be one of {', '.join(ids)}."
+    sentence = f"{field} {describe_value(name)} is not a known preset: {hint}"
+    raise PlanError(field, name, near or ", ".join(ids), sentence=sentence)
 
 
 @lru_cache(maxsize=1024)

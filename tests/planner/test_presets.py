@@ -38,6 +38,12 @@ def test_an_unknown_name_suggests_near_ones() -> None:
         resolve_model("llama-3.1-9b")
 
 
+def test_a_name_that_is_near_none_lists_all() -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve_model("zzzz")
+    assert all(preset.id in str(caught.value) for preset in all_presets())
+
+
 @pytest.mark.parametrize("name", ["", "---", None, 3, "x" * 10_000, ["gpt2"]])
 def test_what_is_no_name_is_refused(name: object) -> None:
     with pytest.raises(PlanError, match=r"^model\.preset is .*"):
