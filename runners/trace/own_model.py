@@ -215,7 +215,8 @@ def supported_attentions(model: OwnModel, wanted: tuple[str, ...]) -> tuple[str,
             model.prepared(attention, "bf16", "none")
             found.append(attention)
         except (ValueError, ImportError) as error:
-            reason = str(error).splitlines()[0][:200]
+            # The first sentence: what follows asks to write to transformers' developers.
+            reason = str(error).splitlines()[0].split(". ")[0][:200].rstrip(".")
     if not found:
-        raise UntraceableError(f"{model.name} runs none of {', '.join(wanted)}: {reason}")
+        raise UntraceableError(f"{model.name} cannot run {' or '.join(wanted)}: {reason}")
     return tuple(found)
