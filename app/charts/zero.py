@@ -131,15 +131,18 @@ def _measured(
     ]
     if not shown:
         return
-    label = "measured: all else" if name == "rest" else f"measured {words(name)}"
+    is_rest = name == "rest"
+    label = "rest, measured" if is_rest else f"{words(name)}, measured"
     figure.add_bar(
         name=label,
         y=[at for at, _, _ in shown],
         x=[size / divisor for _, _, size in shown],
         width=bar,
         orientation="h",
+        # The others have the colour of their prediction; a longer legend fills a phone.
+        showlegend=is_rest,
         customdata=[[row, size_text(size, unit)] for _, row, size in shown],
-        marker=measured_marker(component_colour(name) if name != "rest" else OTHER_COLOUR),
+        marker=measured_marker(OTHER_COLOUR if is_rest else component_colour(name)),
         hovertemplate=f"%{{customdata[0]}}<br><b>{label}</b>: %{{customdata[1]}}<extra></extra>",
     )
 

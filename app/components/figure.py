@@ -55,7 +55,7 @@ def show_figure(
 def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None = None) -> None:
     """Draw rows as a table with a CSV download."""
     frame = pd.DataFrame(list(rows))
-    st.dataframe(drawable(frame), hide_index=True, alt=title or f"Data of {key}")
+    st.dataframe(drawable(frame), hide_index=True, placeholder="", alt=title or f"Data of {key}")
     st.download_button(
         "CSV",
         data=frame.to_csv(index=False),

@@ -19,7 +19,7 @@ LOSS_HELP = (
 )
 LORA_HELP = "0 trains the model itself; above, adapters of that rank on frozen weights."
 TARGETS_HELP = "qv: query and value projections. all_linear: every linear layer of a block."
-BASE_HELP = "How the frozen weights below adapters are stored; nf4 is QLoRA's."
+BASE_HELP = "How the frozen weights below adapters are stored; nf4: 4 bits each, as QLoRA does."
 SYNC_HELP = "Off: gradients are reduced over the ranks after the last micro-batch only."
 REDUCE_HELP = "The dtype in which ranks sum gradients; auto is the engine's own."
 EXPANDABLE_HELP = (
@@ -43,22 +43,22 @@ def advanced(title: str, keys: Sequence[str]) -> DeltaGenerator:
 def training_variants_form() -> None:
     """Draw loss, adapters, frozen parts, packing, reduction and the allocator's mode."""
     values = current_values()
-    _choice("loss", "Loss", tuple(Loss), LOSS_HELP)
     columns = st.columns(2)
     with columns[0]:
+        _choice("loss", "Loss", tuple(Loss), LOSS_HELP)
+        _number("lora_rank", "LoRA rank", LORA_HELP, low=0)
+        adapted = bool(values["lora_rank"])
+        _choice("base_dtype", "Base weights", tuple(BaseDtype), BASE_HELP, applies=adapted)
+        _choice("reduce_dtype", "Reduced in", tuple(ReduceDtype), REDUCE_HELP)
+    with columns[1]:
         _number(
             "checkpoint_every",
             "Checkpoint every",
             "With checkpointing: layers 0, k, 2k, ... only.",
             applies=values["checkpointing"] != "none",
         )
-        _number("lora_rank", "LoRA rank", LORA_HELP, low=0)
-        adapted = bool(values["lora_rank"])
         _choice("lora_targets", "LoRA on", tuple(LoraTargets), TARGETS_HELP, applies=adapted)
-    with columns[1]:
         _number("frozen_layers", "Frozen layers", "The embedding and the first k layers.", low=0)
-        _choice("base_dtype", "Base weights", tuple(BaseDtype), BASE_HELP, applies=adapted)
-        _choice("reduce_dtype", "Reduced in", tuple(ReduceDtype), REDUCE_HELP)
         st.number_input(
             "Clip at norm",
             min_value=0.0,

@@ -53,7 +53,7 @@ def training_form() -> None:
     st.markdown("**Kernels**")
     _segments("attention", "Attention", tuple(Attention), ATTENTION_HELP)
     _segments("checkpointing", "Checkpointing", tuple(Checkpointing), CHECKPOINTING_HELP)
-    with advanced("Loss, adapters, allocator", state.RARE_TRAINING):
+    with advanced("Loss, adapters, clipping, host", state.RARE_TRAINING):
         training_variants_form()
 
 

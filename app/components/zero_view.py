@@ -21,6 +21,11 @@ from planner.workload import Engine
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ENGINES = tuple(str(engine) for engine in Engine)
+WHAT_ZERO_DOES = (
+    "ZeRO divides what training keeps beside the activations over the data-parallel ranks. Stage 0: "
+    "nothing, every rank keeps all. Stage 1: the optimizer's states. Stage 2: gradients too. Stage 3: "
+    "parameters too, which are then gathered for each use."
+)
 
 
 def show_zero_page() -> None:
@@ -34,6 +39,7 @@ def show_zero_page() -> None:
         plan = services.check_plan(document)
         keep_plan_in_url()
         zero_rows.check_trains(plan)
+        st.caption(WHAT_ZERO_DOES)
         found = zero_rows.zero_rows(plan, *_choices(plan))
         measured = zero_rows.measured_like(plan)
         _findings(plan, found["savings"])

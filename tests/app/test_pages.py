@@ -401,11 +401,11 @@ def test_a_stored_plan_is_one_line_in_the_words_of_the_header() -> None:
 def test_rare_choices_are_folded_away_until_one_is_set(opened: Opened) -> None:
     app = opened()
     folds = [fold.label for fold in app.expander]
-    assert "Loss, adapters, allocator" in folds and "Model parallelism" in folds
+    assert "Loss, adapters, clipping, host" in folds and "Model parallelism" in folds
     assert app.number_input(key="checkpoint_every").disabled
     app.number_input(key="frozen_layers").set_value(2).run()
     assert not broken(app)
-    assert "Loss, adapters, allocator · 1 set" in [fold.label for fold in app.expander]
+    assert "Loss, adapters, clipping, host · 1 set" in [fold.label for fold in app.expander]
     assert "2 layers frozen" in texts(app)
 
 

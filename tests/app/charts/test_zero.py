@@ -38,14 +38,14 @@ def test_a_row_is_hatched_its_measurement_filled_below_and_the_ideal_a_tick() ->
     bars = {bar.name: bar for bar in figure.data}
     assert list(bars) == [
         *("parameters", "optimizer", "activations"),
-        *("measured parameters", "measured optimizer", "measured: all else"),
+        *("parameters, measured", "optimizer, measured", "rest, measured"),
         "ideal",
     ]
     assert bars["optimizer"].marker.pattern.shape == "/"
-    assert bars["measured optimizer"].marker.pattern.shape is None
-    assert list(bars["measured: all else"].x) == [5]
+    assert bars["optimizer, measured"].marker.pattern.shape is None
+    assert list(bars["rest, measured"].x) == [5]
     # The second row's measurement lies below its prediction, which is at 1.
-    assert list(bars["optimizer"].y) == [0, 1] and bars["measured optimizer"].y[0] > 1
+    assert list(bars["optimizer"].y) == [0, 1] and bars["optimizer, measured"].y[0] > 1
     assert list(bars["ideal"].x) == [9, 9]
     assert list(figure.layout.yaxis.ticktext) == ["peakmark 3 × 8", "fsdp2 3 × 8"]
 
