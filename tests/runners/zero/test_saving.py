@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -267,3 +268,21 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="give a directory that can be written to"):
         save_checkpoint(begin().engine, tmp_path / "file", step=1)
+
+
+def test_the_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    exec(example, {})
+    exec(example, {})
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == ["step-00000003", "step-00000006"]
