@@ -219,7 +219,7 @@ class ZeroEngine:
                 "or outside the engine: call engine.backward(loss) instead of loss.backward(), and "
                 "use a parameter inside one layer only"
             )
-        group.accept_gradient(index)
+        group.begin_gradient()
 
     def _after_gradient(self, group: FlatGroup, parameter: Tensor) -> None:
         group.arrived += 1
@@ -245,8 +245,7 @@ class ZeroEngine:
 
     def _complete_without_gradient(self, group: FlatGroup) -> None:
         """Complete a group of which some parameters had no gradient: theirs is zero."""
-        for index in range(len(group.parameters)):
-            group.accept_gradient(index)
+        group.begin_gradient()
         self._complete(group)
 
     def _complete(self, group: FlatGroup) -> None:

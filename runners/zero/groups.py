@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 INITIAL_STD = 0.02
 
@@ -214,6 +215,8 @@ class FlatGroup:
         self.arrived = 0
         self.gradient: Tensor | None = None
         self.gradient_shard: Tensor | None = None
+        # All views of a flat buffer in one call: these say their shapes.
+        self._shapes = [torch.empty(slot.shape, device="meta") for slot in self.layout.slots]
         self._storage_bytes = self.flat.untyped_storage().nbytes()
         if shard_dtype is not None:
             self.shard = self.shard.to(shard_dtype, copy=True)
@@ -263,12 +266,13 @@ class FlatGroup:
             self.flat.untyped_storage().resize_(0)
             self.is_gathered = False
 
-    def accept_gradient(self, index: int) -> None:
-        """Point parameter `index`'s `.grad` at its place in the flat gradient, made on demand."""
+    def begin_gradient(self) -> None:
+        """Make the flat gradient, all zeros, with every parameter's `.grad` at its place in it."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.flat, memory_format=torch.contiguous_format)
-        if self.parameters[index].grad is None:
-            self.parameters[index].grad = self.layout.view(self.gradient, index)
+            views = _unflatten_dense_tensors(self.gradient, self._shapes)
+            for parameter, view in zip(self.parameters, views, strict=True):
+                parameter.grad = view
 
     def free_full_gradient(self) -> None:
         """Drop the flat gradient and every view of it."""
