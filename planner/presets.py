@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -60,14 +61,18 @@ def model_presets() -> tuple[ModelPreset, ...]:
     return tuple(preset for preset in all_presets() if preset.supported)
 
 
+# All but letters, digits and the point within a number: "opt-1.3b" is not "opt-13b".
+_PUNCTUATION = re.compile(r"(?<!\d)\.|\.(?!\d)|[^\w.]|_")
+
+
 def _plain(name: str) -> str:
-    return "".join(character for character in name.lower() if character.isalnum())
+    return _PUNCTUATION.sub("", name.lower())
 
 
 def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
     """Return the id that `name` means: exact, then the last path part, then a unique part of it.
 
-    Case and punctuation do not matter. Raises PlanError listing the candidates: the near ones, or all.
+    Case and punctuation do not matter, but for a point within a number. Raises PlanError listing the candidates: the near ones, or all.
     """
     if not isinstance(name, str) or len(name) > _MAX_NAME_CHARACTERS or not _plain(name):
         raise PlanError(field, name, "the name of a preset")

@@ -38,6 +38,12 @@ def test_an_unknown_name_suggests_near_ones() -> None:
         resolve_model("llama-3.1-9b")
 
 
+@pytest.mark.parametrize("name", ["opt-1.3b", "pythia-14b", "llama-31-8b"])
+def test_a_point_within_a_number_matters(name: str) -> None:
+    with pytest.raises(PlanError, match="is not a known preset"):
+        resolve_model(name)
+
+
 def test_a_name_that_is_near_none_lists_all() -> None:
     with pytest.raises(PlanError) as caught:
         resolve_model("zzzz")
