@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.memory.overheads import TYPICAL_SEGMENT_SHARE
 from planner.memory.parallel import is_split
 from planner.memory.replay import EngineReplay, Memory, ModelReplay, replay
 from planner.memory.replay_engines import build_replay
 from planner.memory.sections import COMPONENTS
 from planner.memory.step_sections import section_label, section_words
 from planner.memory.templates import traced
+from planner.memory.training import LARGEST_REPLAYED_BYTES, training_memory
 from planner.plan import Plan
 from planner.workload import Engine, TrainingWorkload
 
@@ -81,6 +83,9 @@ def why_no_timeline(plan: Plan) -> str | None:
         return "Serving has no training step."
     if is_split(plan.parallelism):
         return "The step of a split model is predicted by its phases only."
+    formulas = (plan.model, plan.workload, plan.parallelism, plan.hardware, TYPICAL_SEGMENT_SHARE)
+    if training_memory(*formulas).allocated_bytes >= LARGEST_REPLAYED_BYTES:
+        return "The step takes more bytes than are followed one by one."
     return None
 
 

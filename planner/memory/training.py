@@ -62,6 +62,8 @@ PARTS = (
 )
 # What an array of 64-bit integers can hold with the overheads on top; no plan that runs comes near.
 _MOST_GRID_BYTES = 2.0**62
+# Larger sizes do not fit into the replay's 64-bit integers; it is a million times any GPU.
+LARGEST_REPLAYED_BYTES = 2**60
 BesideAt = Callable[[Traced, Any, Any], Beside]
 _STATES: dict[Engine, Callable[..., EngineStates]] = {
     Engine.PEAKMARK: PeakmarkStates,
@@ -210,7 +212,7 @@ def training_memory(
 
     The caching allocator is replayed over the step's tensors (tens of milliseconds), unless
     `segment_share` says how much of the allocated peak its segments hold beside tensors (under
-    two milliseconds). `hardware` decides the size of library workspaces; without it Hopper's.
+    two milliseconds), or the peak is from `LARGEST_REPLAYED_BYTES` on. `hardware` decides the size of library workspaces; without it Hopper's.
     `beside` and `flying`: what is beside a split model's tensors, and its micro-batches in flight.
     """
     template = traced(spec, workload, workload.sequence_length)
@@ -233,7 +235,7 @@ def training_memory(
     peak = max(by_phase.values(), key=lambda moment: moment.total_bytes)
     gpus = parallelism.world_size * group_size(parallelism)
     outside = outside_bytes(workload, parallelism.engine, gpus, hardware)
-    if segment_share is None:
+    if segment_share is None and peak.total_bytes < LARGEST_REPLAYED_BYTES:
         replayed = _replay(spec, workload, parallelism, template, hardware, outside, flying)
         formula_peak, peak = peak, _rounded_to_blocks(peak, replayed.allocated_bytes)
         by_phase = {

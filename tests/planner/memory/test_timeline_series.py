@@ -140,6 +140,8 @@ def test_a_step_that_is_not_replayed_says_why() -> None:
     assert reason is not None and "split model" in reason
     with pytest.raises(ValueError, match="split model"):
         step_timeline(split)
+    huge = why_no_timeline(plan(sequence_length=2**24, micro_batch=2**16, attention="eager"))
+    assert huge is not None and "more bytes" in huge
 
 
 def test_labels_are_the_same_for_layers_of_every_kind() -> None:

@@ -151,3 +151,12 @@ def test_a_hidden_quadratic_term_is_told() -> None:
     windowed = resolve_model("mistralai/Mistral-7B-v0.1")
     assert "From 4,096 tokens on" in attention_notes(windowed, TrainingWorkload())[0]
     assert attention_notes(windowed, TrainingWorkload(sequence_length=4095)) == ()
+
+
+def test_what_64_bits_cannot_count_is_not_replayed() -> None:
+    workload = TrainingWorkload(sequence_length=2**24, micro_batch=2**16, attention=Attention.EAGER)
+    memory = training_memory(SPEC, workload, Parallelism())
+    # 32 layers keep scores of 32 heads in bf16 at least.
+    assert memory.peak.parts["attention"] >= 32 * 2**16 * 32 * 2**48 * 2
+    assert min(memory.peak.parts.values()) >= 0
+    assert memory.overheads.segment_bytes == pytest.approx(0.12 * memory.allocated_bytes)
