@@ -64,10 +64,10 @@ def symbol_sizes(prediction: Mapping[str, Any]) -> dict[str, int]:
         "half_rotary": (model.get("rotary_dim") or 0) // 2,
         "qk_dim": head_dim,
         "value_dim": value_dim,
-        "nope_and_value_dim": latent.get("nope_dim", 0) + value_dim,
+        "nope_dim+value_dim": latent.get("nope_dim", 0) + value_dim,
         "q_rank": latent.get("q_rank"),
         "kv_rank": latent.get("kv_rank"),
-        "kv_rank_and_rotary": latent.get("kv_rank", 0) + (model.get("rotary_dim") or 0),
+        "kv_rank+rotary_dim": latent.get("kv_rank", 0) + (model.get("rotary_dim") or 0),
         "lora_rank": workload.get("lora_rank"),
         "seq_and_one": workload.get("sequence_length", 0) + 1,
     }

@@ -51,7 +51,7 @@ _STAND_INS = {
     "2431": "batch*heads",
     "2318": "group_plus_2*head_dim",
     "25498": "kv_heads*group_plus_2*head_dim",
-    "27302": "heads*nope_and_value_dim",
+    "74987": "heads*nope_dim+value_dim",
     "8222": "seq_and_one",
 }
 

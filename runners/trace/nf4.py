@@ -40,6 +40,7 @@ class _FourBitLinear(nn.Linear):
     has_adapter = False
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Return rows [..., out_features] in the dtype of `rows` [..., in_features]."""
         bias = None if self.bias is None else self.bias.to(_COMPUTE)
         out: Tensor = _FourBitProduct.apply(rows.to(_COMPUTE), self.weight, bias)  # type: ignore[no-untyped-call]
         out = out.to(rows.dtype)

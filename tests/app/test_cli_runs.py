@@ -107,9 +107,9 @@ def test_prove_starts_a_worker_and_compares_what_it_measured(
     assert answer["spec"]["plan"]["workload"]["sequence_length"] == 32
     rows = {row["quantity"]: row for row in answer["comparison"]}
     predicted = rows["parameters state"]["predicted"]
-    # Embedding and head 128x64 each, final norm, two layers; bf16: two bytes each.
+    # Embedding and head 128x64 each, final norm, two layers; stage 3 of `mixed` keeps fp32 only.
     per_layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64 + 2 * 64
-    assert predicted == 2 * (2 * 128 * 64 + 64 + 2 * per_layer)
+    assert predicted == 4 * (2 * 128 * 64 + 64 + 2 * per_layer)
     assert rows["parameters state"]["error_percent"] == pytest.approx(predicted - 100)
 
 

@@ -69,6 +69,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "complex64
         ("mistralai/Mixtral-8x7B-v0.1", {"precision": "autocast"}),
         ("tiiuae/falcon-7b", {"attention": "eager", "micro_batch": 2}),
         ("deepseek-ai/DeepSeek-V2-Lite", {}),
+        ("deepseek-ai/DeepSeek-V2-Lite", {"attention": "eager", "precision": "autocast"}),
         ("openai/gpt-oss-20b", {"attention": "eager"}),
     ],
 )
