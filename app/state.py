@@ -8,6 +8,7 @@ import binascii
 import json
 import zlib
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from planner.units import GIB_BYTES
@@ -118,9 +119,11 @@ def _value(key: str, default: Any, state: Mapping[str, Any], query: Mapping[str,
         return default
     kind = int if key in DIMENSIONS else type(default)
     try:
-        return read_flag(query[key]) if kind is bool else kind(query[key])
+        value = read_flag(query[key]) if kind is bool else kind(query[key])
     except (ValueError, OverflowError):
         return default
+    # No widget holds NaN or infinity: it shows its default.
+    return default if kind is float and not isfinite(value) else value
 
 
 def read_flag(text: str) -> bool:

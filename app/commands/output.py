@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
 _MAX_SHOWN = 60
 _SHOULD_BE = "Input should be "
+_OPTION_OF_FIELD = {
+    "workload.sequence_length": "--seq",
+    "workload.context_length": "--context",
+    "parallelism.zero_stage": "--zero",
+    "parallelism.world_size": "--gpus",
+}
 VERDICT_STYLES = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}
 
 
@@ -95,7 +101,7 @@ def describe(error: Exception) -> dict[str, Any] | None:
         parts = {name: getattr(error, name, None) for name in ("field", "value", "allowed")}
         if type(error).__name__ == "DatabaseProblem":
             parts["field"] = "database"
-        return {**parts, "message": str(error)}
+        return {**parts, "message": _with_options(str(error))}
     # Typer brings its own copy of click's exceptions in some versions, click itself in others.
     format_message = getattr(error, "format_message", None)
     if format_message is None:
@@ -108,6 +114,13 @@ def describe(error: Exception) -> dict[str, Any] | None:
     value, allowed = unread
     message = f"--{field.replace('_', '-')} is {value!r}: it must be {allowed}."
     return {"field": field, "value": value, "allowed": allowed, "message": message}
+
+
+def _with_options(sentence: str) -> str:
+    """Name beside each field of a plan the option that sets it, where it has another name."""
+    for field, option in _OPTION_OF_FIELD.items():
+        sentence = sentence.replace(field, f"{field} ({option})", 1)
+    return sentence
 
 
 def _unread_value(error: Exception) -> tuple[str, str] | None:

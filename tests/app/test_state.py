@@ -92,6 +92,11 @@ def test_a_switch_in_the_url_is_true_or_false(text: str, value: bool) -> None:
     assert state.values_from({}, {"packed": text})["packed"] is value
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400", "x"])
+def test_what_is_no_number_in_the_url_is_the_default(text: str) -> None:
+    assert state.values_from({}, {"max_grad_norm": text})["max_grad_norm"] == 0.0
+
+
 def test_rare_choices_go_to_the_plan_and_come_back_from_its_url() -> None:
     chosen = {"lora_rank": 8, "loss": "chunked", "sync_each_micro_batch": False, "packed": True}
     split = {"tensor_parallel": 2, "sequence_parallel": True}
