@@ -23,7 +23,7 @@ _FIRST_BUCKET = ("bucket", "first")
 
 
 class DdpReplay(EngineBase):
-    """One bucket for the whole model in the first backward, the lasting ones from then on."""
+    """One bucket for the whole model up to the first reduction, the lasting ones from then on."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class DdpReplay(EngineBase):
         if parallelism.zero_stage == 1:
             pairs = owned(spec, sizes.state, parallelism.world_size, trained=trained)
         self._stepped = [tensor for _, tensor in pairs]
-        self._forwards, self._ranks = 0, parallelism.world_size
+        self._has_reduced, self._is_rebuilt = False, False
+        self._ranks = parallelism.world_size
 
     def start(self) -> None:
         """Parameters one by one, their broadcast, one bucket of all gradients."""
@@ -85,16 +86,16 @@ class DdpReplay(EngineBase):
         self._memory.give(*(("piece", number) for number in range(len(flat))))
 
     def before(self, section: str, layer: int) -> None:
-        """Before the second forward, make the buckets in the order gradients were ready."""
-        if section == "embed":
-            self._forwards += 1
-            if self._forwards == 2:
-                self._rebuild_buckets()
+        """Before the forward after the first reduction, order buckets as gradients were ready."""
+        if section == "embed" and self._has_reduced and not self._is_rebuilt:
+            self._rebuild_buckets()
+            self._is_rebuilt = True
         self._take_workspace(section)
 
     def _rebuild_buckets(self) -> None:
         memory = self._memory
-        if self._ranks == 1 and self._workload.grad_accumulation == 1:
+        begins_step = self._workload.grad_accumulation == 1 or not self.reduces_each
+        if self._ranks == 1 and begins_step:
             memory.give(_FIRST_BUCKET)
         for number, size_bytes in enumerate(bucket_bytes(self._gradients[::-1])):
             memory.take(("bucket", number), size_bytes)
@@ -109,10 +110,12 @@ class DdpReplay(EngineBase):
 
         Gradients that wait for a later micro-batch to be reduced are tensors beside the buckets.
         """
-        if section == "loss_backward" and self._forwards > 1:
-            # NCCL holds what it reduced until a later collective (ProcessGroupNCCL.hpp,
-            # TensorShelf: DDP waits for the future, not for the work that would let go).
-            self._memory.give(_FIRST_BUCKET)
+        if section == "loss_backward" and self._reduces:
+            if self._has_reduced:
+                # NCCL holds what it reduced until a later collective (ProcessGroupNCCL.hpp,
+                # TensorShelf: DDP waits for the future, not for the work that would let go).
+                self._memory.give(_FIRST_BUCKET)
+            self._has_reduced = True
         if section == "loss_backward" and not self._reduces:
             self._memory.take("beside", sum(self._gradients))
         elif section == "embed_backward" and self._reduces:

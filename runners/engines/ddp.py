@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -53,6 +52,7 @@ class DdpEngine:
             cast_parameters(model, torch.bfloat16)
         materialise(model, device, partial(fill_parameter, seed=seed))
         self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.module.require_backward_grad_sync = sync_each_micro_batch
         if dist.get_backend() == "fake":
             # DDP reads a hook's annotations, which must not be text: a lambda has none.
             hook = lambda world_size, bucket: _average_alone(world_size, bucket.buffer())  # noqa: E731
@@ -75,11 +75,19 @@ class DdpEngine:
 
     def backward(self, loss: Tensor, *, last_micro_batch: bool) -> None:
         """Run the backward pass of `loss`; DDP's hooks reduce bucket by bucket."""
-        reduces = last_micro_batch or self._syncs_each
-        with nullcontext() if reduces else self.module.no_sync():
-            loss.backward()
-        if reduces:
+        if last_micro_batch and not self._syncs_each:
+            self._expect_gradients()
+        loss.backward()
+        if last_micro_batch or self._syncs_each:
             self._count_reduction()
+
+    def _expect_gradients(self) -> None:
+        # What a forward pass outside of no_sync() does (nn/parallel/distributed.py, _pre_forward
+        # and _post_forward): the reducer ignores gradients that no forward pass announced.
+        # Which micro-batch is the last one is known here only.
+        self.module.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
+        self.module.reducer.prepare_for_forward()
+        self.module.reducer.prepare_for_backward([])
 
     def step(self) -> None:
         """Clip where asked to, step this rank's parameters and let go of the gradients."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from runners.engines.ddp import DdpEngine
 from runners.engines.zero_redundancy import ZeroRedundancyEngine
@@ -69,6 +70,45 @@ def test_micro_batches_add_up_whenever_they_are_reduced(
         torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-5)
     reductions = 2 if variant == "each" else 1
     assert found["traffic"]["all_reduce"]["bytes"] == reductions * 4 * NUMELS[model]
+
+
+@pytest.mark.parametrize(("syncs", "reductions"), [(True, 6), (False, 2)])
+def test_reductions_are_as_many_as_buckets_were_given_to_them(syncs: bool, reductions: int) -> None:
+    reduced: list[Tensor] = []
+
+    def double(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        reduced.append(bucket.buffer().clone())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer().mul_(2))
+        return future
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 1, bias=False)
+        chosen = {"optimizer": "sgd", "precision": "fp32", "lr": 0.0, "device": torch.device("cpu")}
+        engine = DdpEngine(
+            model,
+            stage=0,
+            collectives=LocalCollectives(rank=0, world_size=1),
+            sync_each_micro_batch=syncs,
+            **chosen,
+        )
+        double.__annotations__.clear()  # DDP reads a hook's annotations, which must not be text
+        engine.module.register_comm_hook(None, double)
+        rows = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0], [100.0, 200.0, 300.0]])
+        for _ in range(2):
+            for index, row in enumerate(rows):
+                loss = engine.module(row).sum()
+                engine.backward(loss, last_micro_batch=index == 2)
+            gradient = model.weight.grad
+            assert gradient is not None
+            # The sum of a linear layer's output has its input as gradient.
+            expected = ((rows[0] * 2 + rows[1]) * 2 + rows[2]) * 2 if syncs else rows.sum(0) * 2
+            assert torch.equal(gradient[0], expected)
+            engine.step()
+        assert len(reduced) == reductions
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("model", MODELS)
