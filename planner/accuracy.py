@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.as_run import as_run
 from planner.comparison import MEMORY_QUANTITIES, Comparison, compare, groups_of
 from planner.errors import PlanError
 from planner.memory.overheads import NCCL_OVERHEAD
@@ -216,7 +217,7 @@ class _Tally:
             self.counts["other"] += 1
             return
         try:
-            plan = parse_plan(row.spec["plan"])
+            plan = as_run(parse_plan(row.spec["plan"]), row.environment)
             prediction = predict(plan).to_dict()
         except PlanError as error:
             self.not_predicted[row.id] = str(error)

@@ -72,7 +72,7 @@ class ModelSpec:
     chooses `groups_per_token` of them first. `rotary_dim` elements of a head are rotated, none with
     learned positions. `flags` are sentences about what was noticed in the configuration. `trace`
     names what a model of no family was traced as (`planner.traced`); what only families know of
-    their models is then 0.
+    their models is then 0. `multiplies_for_angles`: see `planner.as_run`.
     """
 
     name: str
@@ -106,6 +106,7 @@ class ModelSpec:
     hf_config: Mapping[str, Any] = field(hash=False)
     flags: tuple[str, ...] = ()
     trace: str | None = None
+    multiplies_for_angles: bool = False
 
     @property
     def query_size(self) -> int:

@@ -114,8 +114,15 @@ class CachingAllocator:
         self._largest_end = 0
 
     def reset_peak(self) -> None:
-        """Start new peaks at what is allocated and reserved now."""
+        """Start a new peak at what is allocated now."""
         self.peak_allocated_bytes = self.allocated_bytes
+
+    def empty_cache(self) -> None:
+        """Give back all free segments, as `torch.cuda.empty_cache` does, and forget their peak.
+
+        Engines call it before the first step; what they reserved till then a step has no part in.
+        """
+        self._give_back_segments()
         self.peak_reserved_bytes = self.reserved_bytes
 
     def allocate(self, size_bytes: int, stream: int = 0) -> Block:
@@ -201,7 +208,7 @@ class CachingAllocator:
         else:
             segment = -(-size // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
         if not self._has_room(segment):
-            self.empty_cache()
+            self._give_back_segments()
             self.num_retries += 1
             if not self._has_room(segment):
                 raise ReplayedOutOfMemoryError
@@ -214,8 +221,7 @@ class CachingAllocator:
     def _has_room(self, segment: int) -> bool:
         return self._capacity_bytes is None or self.reserved_bytes + segment <= self._capacity_bytes
 
-    def empty_cache(self) -> None:
-        """Give back all segments without a tensor, as `torch.cuda.empty_cache` does."""
+    def _give_back_segments(self) -> None:
         for pool in (*self._small_pools.values(), *self._large_pools.values()):
             for block in pool.blocks():
                 if block.preceding is None and block.following is None:

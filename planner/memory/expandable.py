@@ -69,7 +69,7 @@ class ExpandableAllocator(CachingAllocator):
         place = self._range(stream, size <= SMALL_REQUEST_BYTES)
         block = self._best_fit(place, size) or self._map(place, size)
         if block is None:
-            self.empty_cache()
+            self._give_back_segments()
             self.num_retries += 1
             block = self._map(place, size)
         if block is None:
@@ -171,8 +171,7 @@ class ExpandableAllocator(CachingAllocator):
         _link(block, following)
         return block
 
-    def empty_cache(self) -> None:
-        """Give back all free memory, as `torch.cuda.empty_cache` does."""
+    def _give_back_segments(self) -> None:
         for place in self._ranges.values():
             for block in [entry[2] for entry in place.free]:
                 self._unmap(place, block)

@@ -21,12 +21,13 @@ _HOPPER_WORKSPACE_BYTES = 32 * MIB_BYTES
 _OLDER_WORKSPACE_BYTES = 8 * MIB_BYTES + 128 * KIB_BYTES
 # Bytes in use outside torch's segments on an H200 (driver 580, torch 2.11+cu130, NCCL 2.28.9), each
 # from one recorded row that is marked `calibration`: device less reserved bytes of a step on one
-# rank (1c2507ecdbc36aec), what the fused bf16 kernels of SDPA add (8284ade325cc72fb), what FSDP2's
-# kernels add (29cb8b7c8512fe38), and what two NCCL ranks add (546e327316166a94). The last holds
-# what FSDP2 adds alone: with NCCL both engines are measured alike.
+# rank (1c2507ecdbc36aec), what the fused bf16 kernels of SDPA add (8284ade325cc72fb), what work on
+# streams of its own adds (29cb8b7c8512fe38, FSDP2: always; our engine among several ranks), and what
+# two NCCL ranks add (546e327316166a94). The last holds what the streams add: with NCCL all
+# engines are measured alike.
 _H200_CONTEXT_BYTES = 751 * MIB_BYTES
 _FUSED_SDPA_BYTES = 16 * MIB_BYTES
-_FSDP2_BYTES = 70 * MIB_BYTES
+_SIDE_STREAMS_BYTES = 70 * MIB_BYTES
 _NCCL_PAIR_BYTES = 842 * MIB_BYTES
 # A communicator of more than two ranks against one of two: 688 to 544 MB on A100 (NVIDIA/nccl issue
 # 964). Others report 512 MiB for one rank (issue 2363) and 1.6 GB for a first one (issue 864).
@@ -51,13 +52,13 @@ def workspace_bytes(hardware: Gpu | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a process holds outside torch's allocator; NCCL's values may be arrays.
+    """What a process holds outside torch's allocator; values may be arrays, for many ranks at once.
 
     `doubt_bytes`: how far the truth may lie to either side where nothing was measured for this GPU
     or this number of ranks.
     """
 
-    context_bytes: int
+    context_bytes: Any
     context_formula: str
     nccl_bytes: Any
     nccl_formula: str
@@ -68,7 +69,7 @@ def outside_bytes(
     workload: TrainingWorkload, engine: Engine, ranks: Any, hardware: Gpu | None
 ) -> Outside:
     """Return context and communicator of one rank of `ranks` (an integer or an array of them)."""
-    alone = _FSDP2_BYTES if engine is Engine.FSDP2 else 0
+    alone = _SIDE_STREAMS_BYTES * _has_side_streams(engine, ranks)
     fused = workload.attention is Attention.SDPA and workload.precision is not Precision.FP32
     measured = hardware is None or "h200" in f"{hardware.id} {hardware.name}".lower()
     # Booleans count as 0 and 1, in an array too.
@@ -77,12 +78,18 @@ def outside_bytes(
     doubt = (ranks > 2) * nccl * _NCCL_DOUBT + (0 if measured else _CONTEXT_DOUBT_BYTES)
     place = "measured on an H200" if measured else "as on an H200, not measured on this GPU"
     return Outside(
-        context_bytes=_H200_CONTEXT_BYTES + fused * _FUSED_SDPA_BYTES + alone,
+        context_bytes=_whole(_H200_CONTEXT_BYTES + fused * _FUSED_SDPA_BYTES + alone),
         context_formula=f"CUDA context and loaded kernels, {place}",
         nccl_bytes=_whole(nccl),
         nccl_formula=_nccl_formula(ranks),
         doubt_bytes=_whole(doubt),
     )
+
+
+def _has_side_streams(engine: Engine, ranks: Any) -> Any:
+    if engine is Engine.PEAKMARK:
+        return ranks > 1
+    return engine is Engine.FSDP2
 
 
 def _whole(size: Any) -> Any:

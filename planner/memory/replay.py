@@ -82,6 +82,9 @@ class EngineReplay(Protocol):
     def before(self, section: str, layer: int) -> None:
         """Gather what the section needs."""
 
+    def after_embedding(self) -> None:
+        """The forward of the embedding is over, and with it what comes before the first layer."""
+
     def first_gradient(self, group: int, layer: int) -> None:
         """A parameter group's first gradient has arrived (an index of FLAT_GROUPS)."""
 
@@ -184,6 +187,8 @@ class ModelReplay:
                     self._stop_at(cut, section)
             gradients = [blocks[slot] for slot in section.gradient_slots]
             engine.after(name, layer, [block for block in gradients if block is not None])
+            if name == "embed":
+                engine.after_embedding()
 
     def _serve(self, first: int, end: int) -> None:
         requests = self._requests

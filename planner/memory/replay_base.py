@@ -29,6 +29,7 @@ class EngineBase:
         self._memory, self._workload = memory, workload
         self._num_layers, self._tied = spec.num_layers, spec.tie_word_embeddings
         self._workspace_bytes = workspaces_bytes // 2
+        self._multiplies_for_angles = spec.multiplies_for_angles
         self.reduces_each, self._reduces = workload.sync_each_micro_batch, True
 
     def start_micro_batch(self, is_last: bool) -> None:
@@ -45,6 +46,11 @@ class EngineBase:
         # One per thread that multiplies: the main thread's here, autograd's at its first product.
         if section == "layer":
             self._memory.take(("workspace", "forward"), self._workspace_bytes)
+
+    def after_embedding(self) -> None:
+        """The forward's first product may be that of rotary angles (see `planner.as_run`)."""
+        if self._multiplies_for_angles:
+            self._take_workspace("layer")
 
     def last_gradient(self, group: int, layer: int) -> None:
         """Nothing, where an engine reduces at the end of a section."""

@@ -128,7 +128,7 @@ def test_a_hole_in_the_middle_is_mapped_again_before_the_end() -> None:
     middle = allocator.allocate(40 * MIB_BYTES)
     allocator.allocate(20 * MIB_BYTES)
     allocator.release(middle)
-    allocator._unmap_all()
+    allocator.empty_cache()
     assert _reserved_mib(allocator) == 40
     assert allocator.allocate(30 * MIB_BYTES).address == middle.address
     assert _reserved_mib(allocator) == 80
@@ -146,7 +146,7 @@ def test_a_random_history_keeps_its_books() -> None:
             size = source.choice((512, 3000, MIB_BYTES, 3 * MIB_BYTES, 33 * MIB_BYTES))
             held.append(allocator.allocate(size, stream=source.randrange(2)))
         if source.random() < 0.02:
-            allocator._unmap_all()
+            allocator.empty_cache()
         spans = sorted((block.address, block.address + block.size_bytes) for block in held)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         total = sum(block.size_bytes for block in held)
@@ -155,5 +155,5 @@ def test_a_random_history_keeps_its_books() -> None:
         assert allocator.reserved_bytes == total + free
     for block in held:
         allocator.release(block)
-    allocator._unmap_all()
+    allocator.empty_cache()
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
