@@ -30,6 +30,7 @@ _COMPONENT_OF: Mapping[str, str] = {
     "step": "optimizer",
     "gathered": "gathered",
     "gather": "gathered",
+    "hooked": "gathered",
     "small": "gathered",
     "gradient": "gradients",
     "gradient shard": "gradients",
