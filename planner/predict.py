@@ -27,7 +27,7 @@ SCHEMA = 1
 # Held by a test against the recorded steps.
 SPEED_IS_A_BOUND = (
     "Step time is a roofline bound, not yet a forecast: half of the recorded steps took more than "
-    "2.1 times as long, one in ten more than 6 times (see Accuracy)."
+    "2.2 times as long, one in ten more than 6 times (see Accuracy)."
 )
 PLANNER_VERSION = "0.1.0"
 

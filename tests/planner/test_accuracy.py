@@ -354,7 +354,7 @@ def test_device_bytes_read_after_segments_were_given_back_are_no_peak() -> None:
 def test_the_note_on_speed_says_what_recorded_steps_say(recorded_report: AccuracyReport) -> None:
     found = [residual.comparison for residual in recorded_report.residuals]
     times = [c.measured / c.predicted for c in found if c.quantity == "step_time"]
-    assert sorted(times)[len(times) // 2] == pytest.approx(2.1, abs=0.05)
+    assert sorted(times)[len(times) // 2] == pytest.approx(2.2, abs=0.05)
     assert sorted(times)[len(times) * 9 // 10] == pytest.approx(6, abs=0.5)
-    assert "half of the recorded steps took more than 2.1 times as long" in SPEED_IS_A_BOUND
+    assert "half of the recorded steps took more than 2.2 times as long" in SPEED_IS_A_BOUND
     assert "one in ten more than 6 times" in SPEED_IS_A_BOUND
