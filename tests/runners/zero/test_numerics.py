@@ -131,7 +131,7 @@ def test_what_four_ranks_saved_three_load(worlds: Results) -> None:
 
 @pytest.mark.gpu
 def test_ranks_that_share_a_gpu_train_alike(tmp_path: Path) -> None:
-    worlds = _run(tmp_path, "cuda", "cpu:gloo,cuda:gloo", (4, 2))
+    worlds = _run(tmp_path, "cuda:0", "cpu:gloo,cuda:gloo", (4, 2))
     check_alike(worlds)
     check_loaded(worlds, 2, 4)
 
