@@ -53,15 +53,15 @@ class TracedModel:
 _models: dict[str, TracedModel] = {}
 
 
-def own_folder() -> Path:
+def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where this machine keeps its traces: `$PEAKMARK_TRACED`, else beside the SQLite database.
 
     Without either variable that is `var/traced` here.
     """
-    named = os.environ.get(FOLDER_VARIABLE)
+    named = environment.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
-    database = os.environ.get(DATABASE_VARIABLE, "").removeprefix("sqlite:///")
+    database = environment.get(DATABASE_VARIABLE, "").removeprefix("sqlite:///")
     return (
         Path(database).parent / "traced" if database and "://" not in database else DEFAULT_FOLDER
     )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from planner.traced import FOLDER_VARIABLE, own_folder
 from runners.contract import SPEC_FILE, JobSpec, World
 from runners.process_tree import TAG_VARIABLE
 
@@ -63,7 +64,7 @@ def job_command(spec: JobSpec, run_directory: Path) -> list[str]:
 def job_environment(
     run_id: str, gpu_uuids: Sequence[str] | None, parent: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment of a job: what is allowed of ours, the run's id, its GPUs.
+    """Return the environment of a job: what is allowed of ours, the run's id, its GPUs, the traces.
 
     `gpu_uuids` are the GPUs it may see; None leaves that to our own CUDA_VISIBLE_DEVICES.
 
@@ -75,6 +76,8 @@ def job_environment(
         if name in _ALLOWED_NAMES or name.startswith(_ALLOWED_PREFIXES)
     }
     environment |= {TAG_VARIABLE: run_id, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # By its name, for a job does not know the database beside which it is.
+    environment[FOLDER_VARIABLE] = str(own_folder(parent).resolve())
     if gpu_uuids is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     return environment

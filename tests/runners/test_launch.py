@@ -58,9 +58,16 @@ def test_the_environment_is_an_allow_list() -> None:
     }
     kept = {"PATH": "/bin", "CUDA_HOME": "/cuda", "NCCL_DEBUG": "INFO"}
     set_by_us = {"PEAKMARK_RUN_ID": "r1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    set_by_us["PEAKMARK_TRACED"] = str(Path.cwd() / "var" / "traced")
     for gpu_uuids, visible in ((None, "1"), ((), ""), (("GPU-a", "GPU-b"), "GPU-a,GPU-b")):
         assert job_environment("r1", gpu_uuids, parent) == {
             **kept,
             **set_by_us,
             "CUDA_VISIBLE_DEVICES": visible,
         }
+
+
+def test_a_job_finds_the_traces_beside_a_database_that_it_does_not_see() -> None:
+    environment = job_environment("r1", None, {"PEAKMARK_DATABASE_URL": "/data/peakmark.db"})
+    assert environment["PEAKMARK_TRACED"] == "/data/traced"
+    assert "PEAKMARK_DATABASE_URL" not in environment
