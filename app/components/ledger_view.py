@@ -69,8 +69,9 @@ def _reason(prediction: Mapping[str, Any], chosen: str) -> None:
         for sentence in reason_sentences(memory, lambda size: size_text(size, chosen), levers):
             st.markdown(sentence)
         with st.popover("Table", icon=":material/table:", type="tertiary"):
-            st.dataframe(phase_rows(memory), hide_index=True, alt="Total of every phase")
-            st.dataframe(contributors(memory), hide_index=True, alt="Parts of the peak")
+            phases, parts = pd.DataFrame(phase_rows(memory)), pd.DataFrame(contributors(memory))
+            st.dataframe(drawable(phases), hide_index=True, alt="Total of every phase")
+            st.dataframe(drawable(parts), hide_index=True, alt="Parts of the peak")
     with right:
         show_figure(
             phases_figure(memory, chosen),
