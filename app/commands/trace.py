@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,9 +129,13 @@ def _plan_line(file: TraceFile, model: str) -> str:
     from app.state import DEFAULTS
 
     option = "--config" if Path(model).exists() else "--model"
-    attentions = list(dict.fromkeys(v.key.split("/")[0] for v in file.variants))
-    other = "" if DEFAULTS["attention"] in attentions else f" --attention {attentions[0]}"
-    return f"peakmark plan {option} {model}{other}"
+    default = (DEFAULTS["attention"], COMPUTE_OF[DEFAULTS["precision"]], DEFAULTS["checkpointing"])
+    keys = [tuple(v.key.split("/")) for v in file.variants]
+    # The one with the most of the Plan page's choices, and options for the others.
+    nearest = max(keys, key=lambda key: sum(map(str.__eq__, key, default)))
+    named = zip(("attention", "precision", "checkpointing"), nearest, default, strict=True)
+    others = [f" --{name} {value}" for name, value, usual in named if value != usual]
+    return f"peakmark plan {option} {shlex.quote(model)}{''.join(others)}"
 
 
 def _by_group(file: TraceFile) -> dict[str, int]:

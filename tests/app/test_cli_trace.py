@@ -7,12 +7,14 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import planner.memory
 from app import cli, trace_process
+from app.commands import trace as trace_command
 from planner.traced import file_name, traceable_config
 
 SHIPPED = Path(planner.memory.__file__).parent / "traced"
@@ -130,3 +132,19 @@ def test_a_missing_file_is_one_sentence(run: Run) -> None:
     code, _, error = run("trace", "nowhere.json")
     assert (code, error.count("\n")) == (2, 1)
     assert "cannot be read from nowhere.json" in error
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        (["eager/bf16/none", "sdpa/bf16/none"], ""),
+        (["eager/fp32/none"], " --attention eager --precision fp32"),
+        (["eager/bf16/full", "sdpa/bf16/full"], " --checkpointing full"),
+    ],
+)
+def test_the_command_that_plans_a_traced_model_names_what_was_traced(
+    keys: list[str], options: str
+) -> None:
+    file = SimpleNamespace(variants=[SimpleNamespace(key=key) for key in keys])
+    line = trace_command._plan_line(file, "owner/name")  # type: ignore[arg-type]
+    assert line == f"peakmark plan --model owner/name{options}"
