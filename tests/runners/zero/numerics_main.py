@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -192,11 +191,8 @@ class Training:
         losses, number = [], self.case.accumulation
         for micro in range(number):
             is_last = micro == number - 1
-            # DDP takes the forward's word for whether the backward after it reduces.
-            waits = self.case.stage == DDP and not self.case.sync and not is_last
-            with self.engine.module.no_sync() if waits else nullcontext():
-                loss = loss_of(self.engine.module, self.case, self.collectives.rank, step, micro)
-                self.engine.backward(loss / number, last_micro_batch=is_last)
+            loss = loss_of(self.engine.module, self.case, self.collectives.rank, step, micro)
+            self.engine.backward(loss / number, last_micro_batch=is_last)
             losses.append(loss.item())
         return losses
 
