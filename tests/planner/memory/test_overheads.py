@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def test_both_engines_hold_the_same_with_a_communicator() -> None:
 
 def test_more_ranks_take_the_published_ratio_and_its_doubt() -> None:
     outside = outside_bytes(SDPA, Engine.PEAKMARK, 8, H200)
-    assert outside.nccl_bytes == round(842 * MIB_BYTES * 688 / 544)
+    # Together: what side streams add is in the 842 MiB, and in the context of one rank alone.
+    alone = outside_bytes(SDPA, Engine.PEAKMARK, 1, H200).context_bytes
+    together_bytes = outside.context_bytes + outside.nccl_bytes
+    assert together_bytes == alone + round(842 * MIB_BYTES * 688 / 544)
     assert outside.doubt_bytes == round(outside.nccl_bytes / 2)
     assert outside_bytes(SDPA, Engine.PEAKMARK, 2, H200).doubt_bytes == 0
 
@@ -87,6 +91,10 @@ def test_the_rows_that_gave_the_constants_are_calibration() -> None:
     assert {roles[row_id] for row_id in CONSTANTS} == {Role.CALIBRATION}
 
 
+# Our engine's collectives have had a stream of their own, which takes memory, since then.
+SIDE_STREAMS_SINCE = datetime(2026, 11, 29, 21, 0, tzinfo=UTC)
+
+
 @pytest.mark.parametrize("world", ["solo", "nccl"])
 def test_what_recorded_h200_steps_held_outside_the_allocator(world: str) -> None:
     """To 2 MiB in nine of ten rows that gave no constant; ranks alone have no communicator."""
@@ -102,6 +110,8 @@ def test_what_recorded_h200_steps_held_outside_the_allocator(world: str) -> None
             continue
         assert isinstance(plan.workload, TrainingWorkload)
         ranks, engine = plan.parallelism.world_size, plan.parallelism.engine
+        if engine is Engine.PEAKMARK and ranks > 1 and row.recorded_at < SIDE_STREAMS_SINCE:
+            continue
         # Fewer device than reserved bytes were read after segments had been given back.
         is_peak = (seen.get("device_bytes") or 0) > seen["reserved_bytes"]
         if is_peak and _known(engine, ranks, world):
