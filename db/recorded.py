@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from db.database import Database
@@ -18,6 +18,7 @@ from db.views import Measurement
 from planner.records import RecordError, parse_row
 
 RECORDED_DIRECTORY = Path(__file__).parents[1] / "recorded"
+WITHDRAWN_FILE = "withdrawn.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,23 @@ class LoadReport:
 
 
 def load_recorded(database: Database, directory: Path = RECORDED_DIRECTORY) -> LoadReport:
-    """Load every `*.jsonl` file of a directory; rows already there are left alone."""
-    return load_files(database, sorted(directory.glob("*.jsonl")))
+    """Load every `*.jsonl` file of a directory; rows already there are left alone.
+
+    Rows that were recorded elsewhere and have been withdrawn since are removed: what they measured
+    is no longer what runs.
+    """
+    report = load_files(database, sorted(directory.glob("*.jsonl")))
+    _remove_withdrawn(database, directory / WITHDRAWN_FILE)
+    return report
+
+
+def _remove_withdrawn(database: Database, file: Path) -> None:
+    if not file.exists():
+        return
+    ids = json.loads(file.read_text(encoding="utf-8"))["ids"]
+    withdrawn = MeasurementRow.origin == Origin.RECORDED, MeasurementRow.row_id.in_(ids)
+    with database.write() as session:
+        session.execute(delete(MeasurementRow).where(*withdrawn))
 
 
 def load_files(database: Database, files: list[Path]) -> LoadReport:

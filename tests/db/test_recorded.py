@@ -101,3 +101,26 @@ def test_every_row_that_we_ship_loads(database: Database) -> None:
         if line.strip()
     ]
     assert report.loaded == len(lines)
+
+
+def test_withdrawn_rows_leave_a_database_that_has_them(tmp_path: Path) -> None:
+    database = open_database(f"sqlite:///{tmp_path / 'a.sqlite'}", recorded=None)
+    kept, old = row(100), row(200)
+    write(tmp_path, "a.jsonl", kept, old)
+    load_recorded(database, tmp_path)
+    assert len(measurements(database)) == 2
+    write(tmp_path, "a.jsonl", kept)
+    write(tmp_path, "withdrawn.json", json.dumps({"ids": [json.loads(old)["id"]]}))
+    load_recorded(database, tmp_path)
+    assert [found.id for found in measurements(database)] == [json.loads(kept)["id"]]
+
+
+def test_no_recorded_row_is_withdrawn() -> None:
+    withdrawn = json.loads((RECORDED_DIRECTORY / "withdrawn.json").read_text())
+    shipped = {
+        json.loads(line)["id"]
+        for file in RECORDED_DIRECTORY.glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    }
+    assert withdrawn["why"] and len(set(withdrawn["ids"])) == 147
+    assert shipped.isdisjoint(withdrawn["ids"])
