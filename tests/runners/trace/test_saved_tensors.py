@@ -11,6 +11,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple
 from unittest import mock
 from weakref import WeakSet
@@ -228,7 +229,8 @@ def as_on_a_gpu(tensor: Saved, family: str) -> Saved | None:
     memory on a GPU too. Gemma's scale of the embeddings is a buffer's cast, held on the host.
     Falcon splits heads by indices of 8 bytes.
     """
-    if tensor.dtype == "bfloat16" and tensor.shape[-1:] == (1,):
+    is_of_tokens = tensor.shape[-1:] == (1,) and prod(tensor.shape) == BATCH * SEQ
+    if tensor.dtype == "bfloat16" and is_of_tokens:
         return tensor._replace(dtype="float32", num_bytes=2 * tensor.num_bytes)
     is_state = tensor.dtype == "uint8" and len(tensor.shape) == 1
     is_number = tensor.shape == () and tensor.dtype in ("float64", "bfloat16")
@@ -251,8 +253,11 @@ def mismatches(expected: list[Saved], found: list[Saved]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("checkpointing", Checkpointing)
-@pytest.mark.parametrize("family", FAMILIES)
+# Torch refuses selective checkpoints of GPT-OSS (see runners/trace/variants.py).
+CASES = [(f, c) for f in FAMILIES for c in Checkpointing if (f, c) != ("gpt_oss", "selective")]
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), CASES)
 def test_every_saved_tensor_is_predicted(family: str, checkpointing: Checkpointing) -> None:
     spec = tiny_spec(family)
     found = [tensor for t in seen(spec, checkpointing) if (tensor := as_on_a_gpu(t, family))]
