@@ -1,7 +1,7 @@
 """Measure how fast the planner answers: one plan, and a grid of 100,000 plans.
 
 Run as `python -m planner.bench`. Without the replay of the allocator a plan takes about 2 ms. With
-it, it does not: three steps of a 32-layer model ask the allocator 23,000 times, at about half a
+it, some 25: three steps of a 32-layer model ask the allocator 23,000 times, at about half a
 microsecond each in pure Python. Nothing of that can be left out without another result: where the
 third step begins as the second did it is not run, but mostly the second reserves more; and the
 layers of a step differ in the blocks they find, though not in what they ask for. A plan seen before
