@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,8 +26,6 @@ DOCUMENT = ROOT / "docs" / "zero.md"
 FEWEST_POINTS = 6
 # Blocks of 512 bytes, and what a library keeps: below that two peaks are the same.
 SAME_PEAK = 0.001
-# Rows of our stages 2 and 3 before that measured another schedule: nothing was gathered ahead.
-GATHERS_AHEAD_SINCE = datetime(2026, 11, 29, 21, 30, tzinfo=UTC)
 ORDER = {engine: number for number, engine in enumerate(Engine)}
 HEAD = """# ZeRO stages and engines
 
@@ -110,18 +107,12 @@ def recorded_rows(root: Path) -> list[RecordedRow]:
 
 
 def wanted(rows: Iterable[RecordedRow]) -> dict[str, list[tuple[RecordedRow, Plan]]]:
-    """Group measured steps by model and workload; of one choice the newest row stays.
-
-    A row that measured an older schedule of our engine is none of these.
-    """
+    """Group measured steps by model and workload; of one choice the newest row stays."""
     works: dict[str, dict[str, RecordedRow]] = {}
     for row in sorted(rows, key=lambda row: row.recorded_at):
         is_step = row.kind is Kind.TRAIN_STEP and row.outcome == DONE
         if is_step and row.measured.get("allocated_bytes"):
             work, spread = work_of(row.spec["plan"])
-            is_ours = spread["engine"] == Engine.PEAKMARK and spread["zero_stage"] >= 2
-            if is_ours and row.recorded_at < GATHERS_AHEAD_SINCE:
-                continue
             works.setdefault(work, {})[f"{spread} {row.spec['world']}"] = row
     groups = {}
     for found in works.values():

@@ -114,8 +114,8 @@ class DeepSpeedReplay(EngineBase):
         """Every parameter is gathered once to hook its gradient; small ones stay."""
         if not self._gathers:
             return
-        for numel in self._numels:
-            kept = ("small", numel) if numel <= PERSISTENT_NUMEL else "hooked"
+        for number, numel in enumerate(self._numels):
+            kept = ("small", number) if numel <= PERSISTENT_NUMEL else "hooked"
             self._memory.take(kept, -(-numel // self._ranks) * self._ranks * BF16_BYTES)
             self._memory.give("hooked")
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from planner.memory.groups import group_tensors
-from planner.payloads import Payload, element_bytes, step_payloads
-from planner.plan import Plan, parse_plan
+from planner.payloads import step_payloads
+from planner.plan import parse_plan
 from planner.presets import resolve_model
 from planner.workload import Engine, LoraTargets, TrainingWorkload
 
@@ -96,24 +94,6 @@ def test_world_sizes_may_be_an_array() -> None:
                 assert np.broadcast_to(many[name][1], worlds.shape)[index] == calls
 
 
-# From then on our stage 3 gathers a unit ahead, and a tied embedding a second time for the head.
-GATHERS_AHEAD_SINCE = "2026-11-29T21:30"
-
-
-def _embedding_once(plan: Plan, workload: TrainingWorkload, found: list[Payload]) -> list[Payload]:
-    """What our stage 3 gathered before it gathered ahead."""
-    rounds, ranks = workload.grad_accumulation, plan.parallelism.world_size
-    shapes = group_tensors(plan.model)["embedding"]
-    padded = -(-sum(prod(shape) for shape in shapes) // ranks) * ranks
-    size = padded * rounds * element_bytes(Engine.PEAKMARK, workload.precision)[0]
-    return [
-        Payload(name, total - size, calls - rounds)
-        if name == "all_gather"
-        else Payload(name, total, calls)
-        for name, total, calls in found
-    ]
-
-
 def test_every_recorded_run_counted_what_the_formula_says() -> None:
     """To the byte and the call, whatever engine; DeepSpeed's first rows were not counted yet."""
     compared: set[Engine] = set()
@@ -135,10 +115,6 @@ def test_every_recorded_run_counted_what_the_formula_says() -> None:
                 plan.parallelism.zero_stage,
                 plan.parallelism.world_size,
             )
-            is_ours = engine is Engine.PEAKMARK and plan.parallelism.zero_stage == 3
-            is_early = row["recorded_at"] < GATHERS_AHEAD_SINCE
-            if is_ours and is_early and plan.model.tie_word_embeddings:
-                found = _embedding_once(plan, plan.workload, found)
             assert counted == {
                 name: {"calls": calls, "bytes": size} for name, size, calls in found
             }, row["id"]

@@ -16,6 +16,8 @@ from planner.memory.deepspeed import (
 )
 from planner.memory.deepspeed_fetch import MAX_LIVE_NUMEL, Step, steady_fetches
 from planner.memory.groups import Place
+from planner.memory.replay import Memory
+from planner.memory.replay_deepspeed import DeepSpeedReplay
 from planner.memory.training import training_grid, training_memory
 from planner.model import ModelSpec
 from planner.presets import resolve_model
@@ -175,3 +177,12 @@ def test_replay_formulas_and_grid_see_the_same_peak(stage: int, accumulation: in
     grid = training_grid(spec, workload, Engine.DEEPSPEED, (stage,), (2, 4), (1,), (512,))
     assert grid["allocated_bytes"].dtype == np.int64
     assert grid["allocated_bytes"][0, 1, 0, 0] == summed
+
+
+def test_every_small_parameter_stays_gathered_from_the_start() -> None:
+    memory = Memory()
+    parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=3, world_size=8)
+    DeepSpeedReplay(MODEL, TrainingWorkload(), parallelism, memory, 64 * MIB_BYTES).start()
+    held, _ = memory.state()
+    norms = [key for key in held if key[0] == "small"]
+    assert len(norms) == 33  # two in each of 16 layers, and the last
