@@ -211,6 +211,19 @@ def _attention_curves(digest: str, _plan_text: str) -> dict[str, list[dict[str, 
     return {kernel: points for kernel, points in curves.items() if points}
 
 
+def refused_kernels(plan: Plan) -> dict[str, str]:
+    """Return why each attention kernel without a curve cannot run this plan, by kernel."""
+    document = json.loads(_canonical(plan))
+    reasons = {}
+    for kernel in sorted({*KERNELS} - {*attention_curves(plan)}):
+        workload = {**document["workload"], "attention": kernel}
+        try:
+            predict(parse_plan({**document, "workload": workload}), segment_share=0.0)
+        except PlanError as refusal:
+            reasons[kernel] = str(refusal)
+    return reasons
+
+
 def _segment_share(memory: Mapping[str, Any]) -> float:
     """What the allocator's segments of a replayed plan hold beside tensors, of its peak."""
     return float((memory["reserved_bytes"] - memory["allocated_bytes"]) / memory["allocated_bytes"])

@@ -147,14 +147,13 @@ def _check_base(workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Refuse 4-bit weights that are trained, or that an engine would have to cut."""
     if workload.base_dtype is not BaseDtype.NF4:
         return
-    if not workload.lora_rank:
-        reason = "4-bit weights are not trained, they lie below adapters"
-        allowed = "as_precision, or set workload.lora_rank"
-    elif parallelism.engine not in _WHOLE_PARAMETERS:
-        reason = f"4-bit weights are kept whole, and {parallelism.engine} lays out its parameters"
-        allowed = "as_precision, or engine ddp or zero_redundancy"
-    else:
+    lacking = [] if workload.lora_rank else ["set workload.lora_rank"]
+    if parallelism.engine not in _WHOLE_PARAMETERS:
+        lacking.append("take engine ddp (ZeRO stage 0) or zero_redundancy (stage 1)")
+    if not lacking:
         return
+    reason = "4-bit weights lie below adapters, whole on every rank"
+    allowed = f"as_precision, or {' and '.join(lacking)}"
     sentence = f"workload.base_dtype is 'nf4': {reason}; use {allowed}."
     raise PlanError("workload.base_dtype", "nf4", allowed, sentence=sentence)
 

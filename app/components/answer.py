@@ -107,6 +107,8 @@ def _attention(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
         "score matrices, which grow with the square of the length; sdpa and triton store none.",
         rows=[{"kernel": kernel, **point} for kernel in curves for point in curves[kernel]],
     )
+    for kernel, reason in services.refused_kernels(plan).items():
+        st.caption(f"No curve for {kernel}: {reason}")
 
 
 def _timing(throughput: Mapping[str, Any]) -> None:

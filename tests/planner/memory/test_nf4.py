@@ -151,8 +151,12 @@ def _refusal(parallelism: Parallelism = DDP, **chosen: object) -> str:
 
 
 def test_what_cannot_be_held_in_4_bits_is_said() -> None:
-    assert "lie below adapters; use as_precision, or set" in _refusal(lora_rank=0)
-    fsdp2 = Parallelism(engine=Engine.FSDP2)
-    assert "fsdp2 lays out its parameters" in _refusal(fsdp2)
-    assert "or engine ddp" in _refusal(Parallelism())
+    assert "whole on every rank; use as_precision, or set workload.lora_rank." in _refusal(
+        lora_rank=0
+    )
+    for engine in (Engine.FSDP2, Engine.PEAKMARK):
+        assert "or take engine ddp (ZeRO stage 0) or" in _refusal(Parallelism(engine=engine))
+    # One sentence names all that lacks.
+    both = _refusal(Parallelism(), lora_rank=0)
+    assert "set workload.lora_rank and take engine ddp" in both
     assert "workload.precision is 'fp32'" in _refusal(precision=Precision.FP32)

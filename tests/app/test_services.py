@@ -1,0 +1,25 @@
+"""What the pages ask of the planner beside a plan's own prediction."""
+
+from __future__ import annotations
+
+from app import services
+from planner.plan import Plan, default_plan
+
+
+def _plan(preset: str, **workload: object) -> Plan:
+    document = default_plan().to_dict()
+    document["model"] = {"preset": preset}
+    document["workload"] = {**document["workload"], **workload}
+    return services.check_plan(document)
+
+
+def test_a_kernel_without_a_curve_is_named_with_the_reason() -> None:
+    reasons = services.refused_kernels(_plan("gemma2-9b", attention="eager"))
+    assert set(reasons) == {"sdpa", "triton"}
+    assert all("cap attention logits" in reason for reason in reasons.values())
+
+
+def test_a_plan_that_every_kernel_can_run_names_none() -> None:
+    plan = _plan("llama-3.1-8b")
+    assert services.refused_kernels(plan) == {}
+    assert set(services.attention_curves(plan)) == {"eager", "sdpa", "triton"}
