@@ -183,10 +183,11 @@ class DeepSpeedReplay(EngineBase):
             self._end_micro_batch()
 
     def _keep(self, section: str, gradients: Blocks) -> None:
-        """Stage 1: whole gradients until all are reduced, after the last micro-batch."""
+        """Stage 1: whole gradients until all are reduced, after the last micro-batch.
+
+        They are those that autograd made in the first one; later ones are added to them.
+        """
         self._kept += [block for block in gradients if block is not None]
-        if self._workload.grad_accumulation > 1 and section == "loss_backward":
-            self._memory.take("whole gradients", sum(self._numels) * BF16_BYTES)
         if section != "embed_backward" or not self._is_last:
             return
         for bucket in buckets_after_backward(self._spec):
@@ -196,7 +197,6 @@ class DeepSpeedReplay(EngineBase):
             if not bucket.is_large:
                 self._reduce(bucket)
         self._release_kept(sum(block.size_bytes for block in self._kept))
-        self._memory.give("whole gradients")
 
     def _release_kept(self, size_bytes: int) -> None:
         """Release the gradients that come first in the model: the backward's last."""

@@ -96,11 +96,16 @@ def build_replay(
 def _keeps_gradients(workload: TrainingWorkload, parallelism: Parallelism) -> bool:
     """Whether autograd's gradients stay, or are added to what the engine has and freed."""
     if parallelism.engine is Engine.DEEPSPEED:
-        return parallelism.zero_stage == 1 and workload.grad_accumulation == 1
+        return parallelism.zero_stage == 1
     return parallelism.engine is Engine.FSDP2
 
 
 def _adds_to_whole(workload: TrainingWorkload, parallelism: Parallelism) -> bool:
-    """Whether autograd finds FSDP2's gradients of the micro-batch before, left whole."""
+    """Whether autograd finds the gradients of the micro-batch before, left whole.
+
+    DeepSpeed's stage 1 reduces after the last one alone (`replay_deepspeed`).
+    """
+    if parallelism.engine is Engine.DEEPSPEED:
+        return parallelism.zero_stage == 1 and workload.grad_accumulation > 1
     left_whole = parallelism.engine is Engine.FSDP2 and not workload.sync_each_micro_batch
     return left_whole and not casts_to_reduce(workload.precision, workload.reduce_dtype)
