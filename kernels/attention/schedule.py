@@ -1,0 +1,131 @@
+"""Who computes which tile: the lists that the persistent Hopper kernel walks. Pure, no GPU.
+
+A row tile is `groups` x GROUP_ROWS query rows of one head. Under a causal mask late tiles see more
+keys than early ones, so tiles are dealt out longest first, each to the worker that is free first.
+Heads are taken in sections whose keys and values fit the L2 cache together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+
+GROUP_ROWS = 64
+BLOCK_KEYS = 128
+STAGES = 2
+# Half of an H100's or H200's L2 cache, which holds 50 MB: outputs and queries pass through it too.
+SECTION_BYTES = 24 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTile:
+    """Columns (head size rounded up), warp groups of 64 query rows, and registers of their threads."""
+
+    columns: int
+    groups: int
+    registers: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one tile."""
+        return self.groups * GROUP_ROWS
+
+
+# Compiled without spills and with asynchronous products by Triton 3.6 and 3.7
+# (tests/kernels/attention/test_hopper_compiled.py).
+FORWARD_TILES = {64: ForwardTile(64, 3, 160), 128: ForwardTile(128, 2, 240)}
+MAX_HEAD_DIM = max(FORWARD_TILES)
+
+
+def forward_tile(head_dim: int) -> ForwardTile:
+    """Return the tile for a head size of at most MAX_HEAD_DIM; columns beyond it are read as zero."""
+    return FORWARD_TILES[64 if head_dim <= 64 else 128]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardWork:
+    """One attention call as the schedule sees it; `heads` counts those of the whole batch.
+
+    `group` is the number of query heads that share a key/value head.
+    """
+
+    seq_q: int
+    seq_k: int
+    heads: int
+    group: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles of one head."""
+        return -(-self.seq_q // forward_tile(self.head_dim).rows)
+
+    def visible_blocks(self, row_tile: int) -> int:
+        """Return the key blocks that a tile visits: what its last row sees, and at least one."""
+        end = self.seq_k
+        if self.causal:
+            last_row = (row_tile + 1) * forward_tile(self.head_dim).rows
+            end = min(end, last_row + self.seq_k - self.seq_q)
+        return max(1, -(-end // BLOCK_KEYS))
+
+    @property
+    def section_heads(self) -> int:
+        """Heads that are dealt out together: all tiles of equal length head by head, else by L2."""
+        if not self.causal:
+            return 1
+        # Keys and values of one head, two bytes an element.
+        head_bytes = 2 * 2 * self.seq_k * forward_tile(self.head_dim).columns
+        return max(1, SECTION_BYTES // head_bytes) * self.group
+
+
+@lru_cache(maxsize=64)
+def forward_lists(work: ForwardWork, workers: int) -> tuple[tuple[int, ...], ...]:
+    """Return each worker's tiles in order; tile = head * work.row_tiles + row tile.
+
+    Greedy, longest first within a section; a tile takes one step per key block and one more. No
+    worker is without a tile: there are at most as many workers as tiles.
+    """
+    workers = min(workers, work.heads * work.row_tiles)
+    free = [(0, worker) for worker in range(workers)]
+    lists: list[list[int]] = [[] for _ in range(workers)]
+    steps = [1 + work.visible_blocks(row_tile) for row_tile in range(work.row_tiles)]
+    for first in range(0, work.heads, work.section_heads):
+        section = range(first, min(first + work.section_heads, work.heads))
+        for row_tile in reversed(range(work.row_tiles)):
+            for head in section:
+                time, worker = heapq.heappop(free)
+                lists[worker].append(head * work.row_tiles + row_tile)
+                heapq.heappush(free, (time + steps[row_tile], worker))
+    return tuple(map(tuple, lists))
+
+
+def forward_table(work: ForwardWork, workers: int) -> list[list[int]]:
+    """Return the lists as the kernel reads them: a column per worker, its length and its tiles."""
+    lists = forward_lists(work, workers)
+    depth = max(map(len, lists))
+    columns = [[len(tiles), *tiles] + [0] * (depth - len(tiles)) for tiles in lists]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+class Masking:
+    """How much of a tile's keys the kernel masks: compile-time values of `MASK`."""
+
+    NONE = 0
+    FIRST_BLOCK = 1
+    EVERY_BLOCK = 2
+
+
+def forward_masking(work: ForwardWork) -> int:
+    """Return the least masking that is right for `work`.
+
+    Without causality only keys past the end are hidden, in the last block, which is visited first.
+    A causal group of 64 rows meets its diagonal in one block if the diagonal starts at a multiple
+    of 64; and if there are fewer keys than queries, some rows see no key at all.
+    """
+    if not work.causal:
+        return Masking.FIRST_BLOCK if work.seq_k % BLOCK_KEYS else Masking.NONE
+    offset = work.seq_k - work.seq_q
+    aligned = offset >= 0 and offset % GROUP_ROWS == 0
+    return Masking.FIRST_BLOCK if aligned else Masking.EVERY_BLOCK
