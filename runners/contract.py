@@ -49,7 +49,8 @@ class JobSpec:
     """One run to execute.
 
     `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`.
-    `rank` is the rank that the `solo` world plays.
+    `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
+    profiler.
     """
 
     kind: JobKind
@@ -62,6 +63,7 @@ class JobSpec:
     seed: int = 0
     device: str | None = None
     deadline_s: float = 1800.0
+    kernel_times: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""

@@ -92,7 +92,9 @@ class PhaseBytes:
 @dataclass(slots=True)
 class _Step:
     start: Any
+    host_start_s: float
     end: Any = None
+    host_s: float = 0.0
     phases: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict)
 
 
@@ -114,10 +116,11 @@ class StepMeter:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure one step; phases inside it belong to it."""
-        step = _Step(self._clock.now())
+        step = _Step(self._clock.now(), time.perf_counter())
         self._steps.append(step)
         yield
         step.end = self._clock.now()
+        step.host_s = time.perf_counter() - step.host_start_s
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -143,6 +146,14 @@ class StepMeter:
         """Return each step's duration."""
         return [self._clock.seconds(step.start, step.end) for step in self._steps]
 
+    def host_times_s(self) -> list[float]:
+        """Return how long the host took to start each step's work, whether or not it is done.
+
+        Where the device is behind, the host waits for room in its queue: then this is no more than
+        a bound.
+        """
+        return [step.host_s for step in self._steps]
+
     def phase_times_s(self, name: str) -> list[float]:
         """Return each step's time in phase `name`, summed over its occurrences."""
         return [
@@ -154,8 +165,9 @@ class StepMeter:
         if self._device.type != "cuda":
             return
         phase = self.bytes.setdefault(name, PhaseBytes())
-        peak = torch.cuda.max_memory_allocated(self._device)
-        phase.peak_allocated_bytes = max(phase.peak_allocated_bytes, peak)
-        phase.end_allocated_bytes = torch.cuda.memory_allocated(self._device)
-        reserved = torch.cuda.max_memory_reserved(self._device)
-        self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved)
+        # One reading, and not made flat and sorted: it happens within the steps that are timed.
+        seen = torch.cuda.memory_stats_as_nested_dict(self._device)
+        allocated, reserved = seen["allocated_bytes"]["all"], seen["reserved_bytes"]["all"]
+        phase.peak_allocated_bytes = max(phase.peak_allocated_bytes, allocated["peak"])
+        phase.end_allocated_bytes = allocated["current"]
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved["peak"])

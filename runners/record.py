@@ -231,7 +231,9 @@ def recorded_keys(path: Path) -> set[str]:
     if not path.exists():
         return set()
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return {canonical_json("spec", row["spec"]) for row in rows}
+    # As this version writes it: rows of before may lack a field that has a default now.
+    specs = [JobSpec.from_dict(row["spec"]).to_dict() for row in rows]
+    return {canonical_json("spec", spec) for spec in specs}
 
 
 def main() -> int:

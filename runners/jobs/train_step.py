@@ -24,6 +24,7 @@ from runners.jobs.adapters import choose_trained
 from runners.jobs.attention_calls import recorded_sdpa_call
 from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.harness import JobSession, run_job
+from runners.jobs.kernel_times import measure_kernels
 from runners.jobs.losses import install_chunked_loss
 from runners.jobs.section_meter import CudaCounter, MemoryCounter, SectionMeter, watched_sections
 from runners.measure import (
@@ -134,18 +135,21 @@ class Trainer:
         self.workload = _training_workload(plan)
         self.world = world
         self.meter = StepMeter(world.device)
-        self.losses: list[float | None] = []
+        self.losses = LossLog(world.device) if world.has_real_losses else None
         self.state: dict[str, int] = {}
         self._model = model
         with self.meter.phase("init"):
             self._engine = build_engine(model, plan, world, seed)
         self._inputs = self._draw_inputs(plan.model.vocab_size, seed)
 
-    def step(self) -> None:
-        """Run one optimizer step over all micro-batches, measured by phase."""
+    def step(self, *, reads_state: bool = False) -> None:
+        """Run one optimizer step over all micro-batches, measured by phase.
+
+        The host waits for nothing in it. `reads_state` looks at every tensor of the engine, which
+        takes time.
+        """
         self.world.collectives.reset_traffic()
         accumulation = self.workload.grad_accumulation
-        total_loss = 0.0
         with self.meter.step():
             for index in range(accumulation):
                 with self.meter.phase("forward"):
@@ -154,12 +158,18 @@ class Trainer:
                 with self.meter.phase("backward"):
                     self._engine.backward(loss, last_micro_batch=index == accumulation - 1)
                 loss = loss.detach()
-                total_loss += loss.item() if self.world.has_real_losses else 0.0
-            self.state = self._engine.state_bytes()
+                if self.losses is not None:
+                    self.losses.add(loss)
+            if reads_state:
+                self.state = self._engine.state_bytes()
             with self.meter.phase("optimizer"):
                 self._engine.step()
-        # JSON has no word for a loss that is not a number.
-        self.losses.append(total_loss if math.isfinite(total_loss) else None)
+
+    def step_losses(self) -> list[float | None] | None:
+        """Return the measured steps' losses; None in a world in which they mean nothing."""
+        if self.losses is None:
+            return None
+        return self.losses.sums(self.workload.grad_accumulation)
 
     def timeline(self, counter: MemoryCounter) -> list[list[str | int]]:
         """Run one step more, watched section by section; figures taken before stay as they are."""
@@ -187,6 +197,42 @@ class Trainer:
             starts = torch.randint(1, length, (rows, 1), generator=generator, device=device)
             inputs["position_ids"] = packed_positions(starts, length)
         return inputs
+
+
+class LossLog:
+    """Losses of micro-batches, copied to the host behind the device's work: nobody waits."""
+
+    _CHUNK = 1024
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._chunks: list[Tensor] = []
+        self._count = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Copy one loss, a scalar on the device."""
+        number, index = divmod(self._count, self._CHUNK)
+        if number == len(self._chunks):
+            pinned = self._device.type == "cuda"
+            self._chunks.append(torch.empty(self._CHUNK, dtype=loss.dtype, pin_memory=pinned))
+        self._chunks[number][index].copy_(loss, non_blocking=True)
+        self._count += 1
+
+    def clear(self) -> None:
+        """Forget what was copied; its room stays, for it takes the driver time to give."""
+        self._count = 0
+
+    def sums(self, micro_batches: int) -> list[float | None]:
+        """Return the sum of each step's losses; waits for the device.
+
+        JSON has no word for a sum that is not a number: None.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        values = [value for chunk in self._chunks for value in chunk.tolist()][: self._count]
+        steps = range(0, self._count, micro_batches)
+        sums = [sum(values[start : start + micro_batches]) for start in steps]
+        return [value if math.isfinite(value) else None for value in sums]
 
 
 def packed_positions(starts: Tensor, length: int) -> Tensor:
@@ -225,6 +271,10 @@ def measure_training(session: JobSession) -> None:
         if session.device.type == "cuda":
             session.events.phase("timeline")
             session.measured["timeline"] = trainer.timeline(CudaCounter(session.device))
+            if spec.kernel_times:
+                session.events.phase("kernel_times")
+                seen = measure_kernels(trainer.step, session.device)
+                session.measured["kernel_times"] = world.gather(seen)
 
 
 def _warm_up(session: JobSession, trainer: Trainer, workload: TrainingWorkload) -> None:
@@ -240,9 +290,10 @@ def _warm_up(session: JobSession, trainer: Trainer, workload: TrainingWorkload) 
     measured["phases"]["first_step"] = _largest_phase(meter)
     for index in range(max(session.spec.warmup, MIN_WARMUP_STEPS) - 1):
         session.events.phase("warmup", index=index)
-        trainer.step()
+        trainer.step(reads_state=True)
     meter.reset()
-    trainer.losses.clear()
+    if trainer.losses is not None:
+        trainer.losses.clear()
 
 
 def _collect(session: JobSession, trainer: Trainer) -> None:
@@ -253,12 +304,13 @@ def _collect(session: JobSession, trainer: Trainer) -> None:
     measured["step_times_s"] = step_times_s
     measured["step_time_statistics"] = time_statistics(step_times_s)
     measured["step_time_s"] = measured["step_time_statistics"]["median_s"]
+    measured["host_times_s"] = meter.host_times_s()
     for name in _STEADY_PHASES:
         measured[f"{name}_time_s"] = time_statistics(meter.phase_times_s(name))["median_s"]
     measured["tokens_per_s"] = _step_tokens(trainer.workload) / measured["step_time_s"]
     measured["state"] = trainer.state
     measured["communication"] = world.collectives.traffic()
-    measured["losses"] = list(trainer.losses) if world.has_real_losses else None
+    measured["losses"] = trainer.step_losses()
     if not world.has_real_losses:
         measured["losses_reason"] = "solo: the other ranks' gradients are not computed"
     own = ("allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes", "phases", "state")
