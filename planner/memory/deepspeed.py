@@ -88,15 +88,31 @@ class Bucket(NamedTuple):
         """Whether it is one gradient that no bucket holds: it is reduced where it is."""
         return self.numel > BUCKET_NUMEL
 
-    def copied(self, shard: int) -> int:
-        """Elements that stage 1 copies to reduce it.
+    def copies(self, shard: int) -> list[int]:
+        """Elements of each copy that reducing it makes at stages 1 and 2.
 
-        Slices of several ranks are made one tensor; a single slice is one already
-        (allreduce_bucket, whose `flatten` leaves a single tensor as it is). At stage 2 gradients
-        arrive out of the model's order, so that slices do not join.
+        Slices of several ranks are made one tensor, as soon as they are more than a bucket holds; a
+        single slice is one already (allreduce_and_scatter, and allreduce_bucket, whose `flatten`
+        leaves a single tensor as it is).
         """
-        is_one_slice = self.start // shard == (self.start + self.numel - 1) // shard
-        return 0 if is_one_slice else self.numel
+        copies, position, end = [], self.start, self.start + self.numel
+        num_slices, first = 0, position
+        while position < end:
+            position = min(end, (position // shard + 1) * shard)
+            num_slices += 1
+            if position - first > BUCKET_NUMEL or position == end:
+                if num_slices > 1:
+                    copies.append(position - first)
+                num_slices, first = 0, position
+        return copies
+
+    def copies_at_stage_3(self) -> list[int]:
+        """All gradients are interleaved in one buffer; one alone is that (reduce_scatter_coalesced)."""
+        return [] if self.is_large else [self.numel]
+
+    def largest_copy(self, shard: int) -> int:
+        """Elements of the largest copy, 0 if it makes none."""
+        return max(self.copies(shard), default=0)
 
 
 @lru_cache(maxsize=64)
@@ -229,7 +245,7 @@ class DeepSpeedStates:
         if self._stage == 1:
             return bucket + self._whole_gradients(place) * BF16_BYTES
         kept = self._own if self._accumulates else 0
-        made = self._own if self._has_reduced(place) else 0
+        made = self._of(partial(self._own_before, place))
         return bucket + (kept + made) * BF16_BYTES
 
     def _whole_gradients(self, place: Place) -> Any:
@@ -239,10 +255,10 @@ class DeepSpeedStates:
         after_loss = place.in_backward and place.section != "loss_backward"
         return (done if place.in_backward else 0) + after_loss * self._numels.head
 
-    def _has_reduced(self, place: Place) -> bool:
-        """Whether a bucket was reduced before: some gradients of rank 0 may be in it."""
+    def _own_before(self, place: Place, part: Partition) -> int:
+        """Elements that rank 0 keeps of gradients reduced before `place`: all once one was its own."""
         if not place.in_backward:
-            return False
+            return 0
         order = BACKWARD_SECTIONS.index
 
         def is_before(other: Place) -> bool:
@@ -251,7 +267,8 @@ class DeepSpeedStates:
                 other.layer > place.layer if same else order(other.section) < order(place.section)
             )
 
-        return any(is_before(other) for other in reductions(self._spec))
+        before = (b for at, found in reductions(self._spec).items() if is_before(at) for b in found)
+        return part.own if any(bucket.start < part.shard for bucket in before) else 0
 
     def flat(self, place: Place) -> tuple[Any, ...]:
         """The bucket begins with the first gradient: the head's."""
@@ -280,19 +297,22 @@ class DeepSpeedStates:
         """
         buckets = reductions(self._spec).get(place, ())
         if self._stage == 3:
-            return max((bucket.numel for bucket in buckets), default=0)
-        own = 0 if self._has_reduced(place) else part.own
-        is_split = part.shard < part.padded
-        return max(
-            (max(b.numel * is_split, own) + b.numel * b.is_large for b in buckets), default=0
-        )
+            return max((n for bucket in buckets for n in bucket.copies_at_stage_3()), default=0)
+        most, own = 0, self._own_before(place, part)
+        begun = own
+        for bucket in buckets:
+            waiting = bucket.numel * bucket.is_large
+            most = max(most, own - begun + waiting + bucket.largest_copy(part.shard))
+            own = part.own if bucket.start < part.shard else own
+            most = max(most, own - begun + waiting)
+        return most
 
     def _after_backward(self, part: Partition) -> int:
         """Elements beside all gradients as stage 1 empties them into buckets, at the most."""
         most = freed = own = 0
         for bucket in buckets_after_backward(self._spec):
             freed += bucket.numel * (not bucket.is_large)
-            most = max(most, own - freed + bucket.copied(part.shard), part.own - freed)
+            most = max(most, own - freed + bucket.largest_copy(part.shard), part.own - freed)
             freed += bucket.numel * bucket.is_large
             own = part.own
         return most

@@ -91,6 +91,9 @@ class EngineReplay(Protocol):
     def last_gradient(self, group: int, layer: int) -> None:
         """A parameter group's last gradient has been added."""
 
+    def keeps(self, gradient: Any) -> bool:
+        """Whether the engine holds on to the block of a vocabulary-sized weight's gradient."""
+
     def before_backward_product(self) -> None:
         """The first matrix product of a backward is next: the loss is behind."""
 
@@ -206,10 +209,19 @@ class ModelReplay:
         elif cut == HEAD_GRADIENT:
             if self._is_tied:
                 self._tied_block = self._taken_out(cut)
+            else:
+                self._offer(cut)
         elif cut == EMBEDDING_GRADIENT:
             self._join_tied()
+            self._offer(cut)
         else:
             self._engine.last_gradient(cut - len(FLAT_GROUPS), layer)
+
+    def _offer(self, cut: int) -> None:
+        slot = self._requests.layout.slot_of[cut]
+        block = self._blocks[slot]
+        if block is not None and self._engine.keeps(block):
+            self._blocks[slot] = None
 
     def _taken_out(self, cut: int) -> Any:
         slot = self._requests.layout.slot_of[cut]

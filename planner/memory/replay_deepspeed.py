@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from planner.memory.ddp import model_order
 from planner.memory.deepspeed import (
     BF16_BYTES,
@@ -56,6 +58,7 @@ class DeepSpeedReplay(EngineBase):
         self._fetches = steady_fetches(spec, recomputes) if self._gathers else None
         self._events = first_fetches(spec, recomputes) if self._gathers else {}
         self._kept: Blocks = []
+        self._waiting: Any = None
         self._is_last = True
 
     @property
@@ -73,6 +76,7 @@ class DeepSpeedReplay(EngineBase):
         if self._stage == 3:
             self._shard_parameters()
         else:
+            memory.allocator.empty_cache()  # as DeepSpeed does before it makes the flat buffer
             memory.take("flat", part.padded * BF16_BYTES)
             memory.give(*(("parameter", number) for number in range(len(self._numels))))
         self._make_masters()
@@ -206,15 +210,25 @@ class DeepSpeedReplay(EngineBase):
             self._memory.allocator.release(block)
 
     def _reduce(self, bucket: Bucket) -> None:
-        memory = self._memory
-        copied = bucket.copied(self._part.shard) if self._stage == 1 else bucket.numel
-        if self._stage == 3 or self._ranks > 1:
-            stream = _REDUCE_STREAM if self._stage == 3 else 0
-            memory.take("copy", copied * BF16_BYTES, stream)
+        memory, shard = self._memory, self._part.shard
+        stream = _REDUCE_STREAM if self._stage == 3 else 0
+        copies = bucket.copies_at_stage_3() if self._stage == 3 else bucket.copies(shard)
+        for numel in copies:
+            memory.take("copy", numel * BF16_BYTES, stream)
             memory.give("copy")
-        if self._stage != 3:
+        if self._stage != 3 and bucket.start < shard:
             added = memory.holds("own") and self._stage == 2 and self._is_later
             memory.take("added" if added else "own", self._part.own * BF16_BYTES)
+        if bucket.is_large and self._waiting is not None:
+            memory.allocator.release(self._waiting)
+            self._waiting = None
+
+    def keeps(self, gradient: Any) -> bool:
+        """A gradient larger than a bucket waits where it is until it is reduced."""
+        if self._stage == 1 or gradient.size_bytes <= _BUCKET_BYTES:
+            return False
+        self._waiting = gradient
+        return True
 
     @property
     def _is_later(self) -> bool:

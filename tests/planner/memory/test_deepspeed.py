@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from planner.memory.allocator import CachingAllocator
 from planner.memory.deepspeed import (
     BUCKET_NUMEL,
     Bucket,
@@ -18,6 +19,7 @@ from planner.memory.deepspeed_fetch import MAX_LIVE_NUMEL, Step, steady_fetches
 from planner.memory.groups import Place
 from planner.memory.replay import Memory
 from planner.memory.replay_deepspeed import DeepSpeedReplay
+from planner.memory.sections import FLAT_GROUPS
 from planner.memory.training import training_grid, training_memory
 from planner.model import ModelSpec
 from planner.presets import resolve_model
@@ -100,11 +102,70 @@ def test_a_gradient_larger_than_a_bucket_is_reduced_by_itself() -> None:
     first, second, third = buckets_after_backward(spec)[:3]
     assert first == Bucket(0, 128_256 * 4096) and first.is_large and not second.is_large
     shard = flat_partition(spec, 8).shard
-    assert [b.copied(shard) for b in (first, second, third)] == [0, 0, third.numel]
+    assert [b.copies(shard) for b in (first, second, third)] == [[], [], [third.numel]]
     assert third.start < shard < third.start + third.numel
     # Seven buckets of 944 MiB (to the MiB) reach over a border: copies seen on an H200.
-    copies = [b.copied(shard) * 2 // MIB_BYTES for b in buckets_after_backward(spec)]
-    assert [size for size in copies if size] == [944] * 7
+    copies = [n * 2 // MIB_BYTES for b in buckets_after_backward(spec) for n in b.copies(shard)]
+    assert copies == [944] * 7
+
+
+def test_a_large_gradient_of_many_ranks_is_copied_bucket_by_bucket() -> None:
+    # Seen on an H200 with 64 ranks: four slices are 957.28 MiB, the fifth is one tensor already.
+    spec = resolve_model("meta-llama/Llama-3.1-8B")
+    shard = flat_partition(spec, 64).shard
+    assert Bucket(0, 128_256 * 4096).copies(shard) == [4 * shard]
+    assert 4 * shard * 2 / MIB_BYTES == pytest.approx(957.28, abs=0.01)
+    # On one rank nothing is ever copied.
+    whole = flat_partition(spec, 1).shard
+    assert not any(b.copies(whole) for found in reductions(spec).values() for b in found)
+
+
+def test_rank_0_keeps_gradients_from_the_first_bucket_with_one_of_its_own() -> None:
+    # Seven eighths of the model are other ranks': its own piece of the embedding comes last.
+    states = states_of(MODEL, 2, accumulates=False)
+    assert states.at(Place("layer_backward", 0))["gradients"] == 2 * BUCKET_NUMEL
+    at_end = states.at_section_end(Place("embed_backward"))["temporary"]
+    before, last = reductions(MODEL)[Place("embed_backward")]
+    assert last == Bucket(0, EMBEDDING) and before.start == EMBEDDING > before.numel
+    assert at_end == 2 * EMBEDDING
+    # On one rank the first bucket is its own, and with it the buffer for all comes.
+    alone = states_of(MODEL, 2, accumulates=False, ranks=1)
+    gradients = alone.at(Place("layer_backward", 0))["gradients"]
+    assert gradients == 2 * (BUCKET_NUMEL + MODEL.parameters)
+
+
+@pytest.mark.parametrize(("stage", "large_waits"), [(1, False), (2, True), (3, True)])
+def test_a_gradient_larger_than_a_bucket_waits_for_its_reduction(
+    stage: int, large_waits: bool
+) -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B", {"num_hidden_layers": 2})
+    parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=stage, world_size=8)
+    memory = Memory()
+    engine = DeepSpeedReplay(spec, TrainingWorkload(), parallelism, memory, 64 * MIB_BYTES)
+    allocated = memory.allocator.allocated_bytes
+    gradient = memory.allocator.allocate(128_256 * 4096 * 2)
+    assert engine.keeps(gradient) is large_waits
+    assert not engine.keeps(memory.allocator.allocate(MIB_BYTES))
+    if large_waits:
+        engine.last_gradient(FLAT_GROUPS.index("flat_head"), 0)
+        assert memory.allocator.allocated_bytes == allocated + MIB_BYTES
+
+
+def test_what_is_free_is_given_back_before_the_flat_buffer_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A tied head is a tensor of its own until it is tied: 501 MiB, a segment of 502.
+    spec = resolve_model("meta-llama/Llama-3.2-1B")
+    parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=2, world_size=8)
+
+    def reserved_bytes() -> int:
+        memory = Memory()
+        DeepSpeedReplay(spec, TrainingWorkload(), parallelism, memory, 64 * MIB_BYTES).start()
+        return memory.allocator.reserved_bytes
+
+    given_back = reserved_bytes()
+    monkeypatch.setattr(CachingAllocator, "empty_cache", lambda self: None)
+    assert reserved_bytes() - given_back == 502 * MIB_BYTES
 
 
 def test_what_comes_in_one_buffer_is_copied_out_once_and_the_buffer_dropped_last() -> None:
