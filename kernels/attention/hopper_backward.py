@@ -1,0 +1,156 @@
+"""Host side of the fused Hopper backward: what it takes, what it allocates, and its launches.
+
+`hopper_backward` gives what `peakmark::attention_backward` gives, faster, on compute capability 9.0.
+Besides dq, dk and dv it allocates, until it returns:
+- the dQ accumulator, fp32, B x Sq x Hq x D;
+- lse and delta padded to whole tiles, fp32, 2 x B x Hq x (Sq rounded up to 128);
+- a copy of each input whose strides TMA cannot take (`tma_ready`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.attention import hopper_backward_device as device
+from kernels.attention.dispatch import misalignment
+from kernels.attention.hopper_common import GLUON_DTYPES, tile_descriptor
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 128
+CAPABILITY = (9, 0)
+ROW_PADDING = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries per step, depth of the load ring, scores one step ahead, registers per consumer."""
+
+    queries: int
+    stages: int
+    ahead: bool
+    registers: int
+
+
+# Scores are computed one step ahead where registers allow: at head size 128 ptxas would serialise.
+TILES = {64: Tile(64, 2, True, 240), 128: Tile(64, 2, False, 240)}
+KEYS = device.KEYS.value * device.GROUPS.value
+
+
+def supports(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Return whether `hopper_backward` can run: a head size in eights up to 128, 16 bit, Hopper."""
+    fits = head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
+    return fits and dtype in DTYPES and capability == CAPABILITY
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the columns of a tile, 64 or 128; TMA reads those past the head size as zero."""
+    return 64 if head_dim <= 64 else 128
+
+
+def temporary_bytes(batch: int, heads: int, seq_q: int, head_dim: int) -> int:
+    """Return the bytes that live only inside `hopper_backward`, before the allocator's rounding."""
+    rows = batch * heads
+    padded = triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    return 4 * rows * seq_q * head_dim + 2 * 4 * rows * padded
+
+
+def hopper_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of attention, each (B, H, S, D) and in memory (B, S, H, D).
+
+    q, dout are (B, Hq, Sq, D), k, v (B, Hkv, Sk, D), with a contiguous last dimension; lse (natural
+    logarithm, -inf for a query that sees no key) and delta (row sums of out * dout, less dlse) are
+    fp32 (B, Hq, Sq). Needs what `supports` names. dq can differ in its last bits between calls.
+    """
+    dq, dk, dv = (_new_rows(tensor) for tensor in (q, k, v))
+    if 0 in (q.numel(), k.numel()):
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    dout, q, k, v = (tma_ready(tensor) for tensor in (dout, q, k, v))
+    with torch.cuda.device(q.device):
+        rows = _pad_rows(lse, delta)
+        accumulator = torch.zeros_like(dq, dtype=torch.float32)
+        _launch((q, k, v, dout), rows, (accumulator, dk, dv), causal, scale)
+        blocks = (triton.cdiv(dq.numel(), device.SCALE_BLOCK),)
+        device.scale_kernel[blocks](accumulator, dq, scale, dq.numel(), BLOCK=device.SCALE_BLOCK)
+    return dq, dk, dv
+
+
+def tma_ready(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a contiguous copy if its address or strides are not what TMA takes."""
+    layout = (tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.element_size())
+    return _new_rows(tensor).copy_(tensor) if misalignment(*layout) else tensor
+
+
+def _new_rows(like: Tensor) -> Tensor:
+    """Allocate a (B, H, S, D) tensor that lies in memory as (B, S, H, D)."""
+    batch, heads, seq, head_dim = like.shape
+    rows = torch.empty((batch, seq, heads, head_dim), dtype=like.dtype, device=like.device)
+    return rows.transpose(1, 2)
+
+
+def _pad_rows(lse: Tensor, delta: Tensor) -> Tensor:
+    """Return (2, B * Hq, padded Sq) fp32: lse in base 2, +inf where no key is seen, and delta.
+
+    The padding is +inf and 0, so that queries past the end weigh nothing.
+    """
+    batch, heads, seq_q = lse.shape
+    padded = triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    rows = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=lse.device)
+    grid = (batch * heads * (padded // ROW_PADDING),)
+    arguments = (lse.contiguous(), delta.contiguous(), rows, batch * heads, seq_q, padded)
+    device.pad_rows_kernel[grid](*arguments, BLOCK=ROW_PADDING)
+    return rows
+
+
+def _describe_row_values(values: Tensor, rows: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(values, [values.numel()], [1], [rows], layout)
+
+
+def _launch(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    causal: bool,
+    scale: float,
+) -> None:
+    """Fill dk, dv and the dQ accumulator (`gradients`, in the order dq, dk, dv)."""
+    q, k, v, dout = inputs
+    batch, heads, seq_q, head_dim = q.shape
+    kv_heads, seq_k = k.shape[1:3]
+    columns = padded_head_dim(head_dim)
+    tile, half = TILES[columns], KEYS // 2
+    accumulator, dk, dv = gradients
+    q_d, dout_d = (tile_descriptor(t, tile.queries, columns) for t in (q, dout))
+    k_d, v_d, dk_d, dv_d = (tile_descriptor(t, half, columns) for t in (k, v, dk, dv))
+    lse_d, delta_d = (_describe_row_values(values.view(-1), tile.queries) for values in rows)
+    dq_d = tile_descriptor(accumulator, tile.queries, columns // 2)
+    sizes = (seq_q, seq_k, kv_heads, heads // kv_heads, rows.shape[-1])
+    device.backward_kernel[(batch * kv_heads * triton.cdiv(seq_k, KEYS),)](
+        *(q_d, k_d, v_d, dout_d, lse_d, delta_d, dq_d, dk_d, dv_d),
+        *(scale, scale * math.log2(math.e), *sizes),
+        BM=tile.queries,
+        D=columns,
+        STAGES=tile.stages,
+        AHEAD=tile.ahead,
+        CAUSAL=causal,
+        MASKED=causal or seq_k % KEYS != 0,
+        DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([half, tile.queries], GLUON_DTYPES[q.dtype]),
+        REGISTERS=tile.registers,
+        num_warps=4,
+    )
