@@ -8,8 +8,9 @@ The rule can be overruled by the environment variable PEAKMARK_ATTENTION_BACKEND
 triton) or, nearer, by `with forced_backend(...)`. Forcing `hopper` on a call that it cannot do
 raises ValueError with the reason.
 
-For a new direction or variant of the Hopper kernels: extend `obstacle`, and let the operator call
-`pick(direction, problem_of(...))`, as `attention_forward` does, before it launches.
+For a new direction or variant of the Hopper kernels: extend `obstacle`, and let the operator ask
+before it launches, as `attention_forward` does by `takes_hopper_forward`: describe the call with
+every tensor that TMA reads or writes (`problem_of`), then `pick(direction, problem)`.
 """
 
 from __future__ import annotations
@@ -133,9 +134,7 @@ def misalignment(
     return any(step <= 0 or step % TMA_BYTES or step >= MAX_STRIDE_BYTES for step in outer)
 
 
-def problem_of(
-    tensors: dict[str, Tensor], *, mask: str, plain: bool, interpreted: bool = False
-) -> Problem:
+def problem_of(tensors: dict[str, Tensor], *, mask: str, plain: bool) -> Problem:
     """Describe a call; `tensors` holds q, k and v, and whatever else TMA must read, by name."""
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
     work = ForwardWork(
@@ -152,7 +151,7 @@ def problem_of(
         if misalignment(t.shape, t.stride(), t.data_ptr(), t.element_size())
     )
     return Problem(
-        capability=None if interpreted or q.device.type != "cuda" else _capability(q.device),
+        capability=_capability(q.device),
         triton_version=_triton_version(),
         dtype=q.dtype,
         head_dim=q.shape[-1],
@@ -166,7 +165,10 @@ def problem_of(
 
 
 @lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Return a device's compute capability, None for a CPU and for Triton's interpreter."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return None
     return torch.cuda.get_device_capability(device)
 
 
@@ -196,6 +198,14 @@ def pick(direction: Direction, problem: Problem) -> Backend:
     wanted = _forced[-1] if _forced else os.environ.get(VARIABLE, "auto")
     _ran[direction] = choose(problem, wanted)
     return _ran[direction].backend
+
+
+def takes_hopper_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: str, *, plain: bool
+) -> bool:
+    """Choose the backend of a forward call and say whether it is `hopper`."""
+    problem = problem_of({"q": q, "k": k, "v": v, "out": out}, mask=mask, plain=plain)
+    return pick(Direction.FORWARD, problem) is Backend.HOPPER
 
 
 def last_choice(direction: Direction) -> Choice | None:

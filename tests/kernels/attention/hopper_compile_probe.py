@@ -1,0 +1,86 @@
+"""Compile the Hopper attention forward without a GPU and print what ptxas says, as JSON lines.
+
+Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
+head_dim:dtype:causal:masking.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon._runtime import GluonASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from kernels.attention.hopper_common import tile_layout
+from kernels.attention.hopper_forward import forward_kernel
+from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, STAGES, forward_tile
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def source_of(request: str) -> GluonASTSource:
+    """Return the kernel with the types and divisibility that a launch gives it."""
+    head_dim, dtype, causal, masking = request.split(":")
+    tile = forward_tile(int(head_dim))
+
+    def descriptor(rows: int) -> str:
+        layout = tile_layout(rows, tile.columns, DTYPES[dtype])
+        return f"tensordesc<{dtype}{[1, 1, rows, tile.columns]},{layout!r}>"
+
+    constants: dict[str, Any] = {
+        "NC": tile.groups,
+        "BM": GROUP_ROWS,
+        "BN": BLOCK_KEYS,
+        "D": tile.columns,
+        "STAGES": STAGES,
+        "CAUSAL": causal == "1",
+        "MASK": int(masking),
+        "REGISTERS": tile.registers,
+    }
+    signature = dict.fromkeys(forward_kernel.arg_names, "i32")
+    signature |= {"q_d": descriptor(GROUP_ROWS), "o_d": descriptor(GROUP_ROWS)}
+    signature |= {"k_d": descriptor(BLOCK_KEYS), "v_d": descriptor(BLOCK_KEYS)}
+    signature |= {"lse_ptr": "*fp32", "order": "*i32", "scale_log2": "fp32"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "order")]
+    attributes = {(position,): [["tt.divisibility", 16]] for position in positions}
+    return GluonASTSource(forward_kernel, signature, constants, attributes)
+
+
+def compile_one(request: str) -> dict[str, Any]:
+    """Compile one request; return shared memory, spills, and the instructions that must be there."""
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source_of(request), target=target, options={"num_warps": 4})
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert spilled, log
+    return {
+        "request": request,
+        "shared_bytes": compiled.metadata.shared,
+        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "setmaxnreg": ptx.count("setmaxnreg"),
+        # C7510 says that products are serialised: their registers are touched while they run.
+        "serialised": "C7510" in log or "serializ" in log.lower(),
+    }
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(json.dumps(compile_one(argument)), flush=True)
