@@ -86,7 +86,7 @@ def build_replay(
         engine,
         workload.micro_batch,
         workload.sequence_length,
-        sums_in_place=workload.precision is Precision.AUTOCAST or workload.loss is not Loss.HF,
+        sums_in_place=_sums_in_place(workload, parallelism),
         lora_rank=workload.lora_rank,
         later_steps=load_steps(template, "added") if _adds_to_whole(*plan) else None,
     )
@@ -98,6 +98,17 @@ def _keeps_gradients(workload: TrainingWorkload, parallelism: Parallelism) -> bo
     if parallelism.engine is Engine.DEEPSPEED:
         return parallelism.zero_stage == 1
     return parallelism.engine is Engine.FSDP2
+
+
+def _sums_in_place(workload: TrainingWorkload, parallelism: Parallelism) -> bool:
+    """Whether the head's share of a tied gradient is no view, so that the embedding's is added to it.
+
+    DeepSpeed's stage 3 has a linear function of its own, whose backward gives a tensor
+    (deepspeed/runtime/zero/linear.py, LinearFunctionForZeroStage3).
+    """
+    if parallelism.engine is Engine.DEEPSPEED and parallelism.zero_stage == 3:
+        return True
+    return workload.precision is Precision.AUTOCAST or workload.loss is not Loss.HF
 
 
 def _adds_to_whole(workload: TrainingWorkload, parallelism: Parallelism) -> bool:
