@@ -29,10 +29,14 @@ from kernels.attention.schedule import (
 def tile_list(work: ForwardWork, device: torch.device) -> Tensor:
     """Return the tile list of `work` on `device`, int32, kept for the next call of its shape.
 
-    4 (1 + tiles of the fullest worker) bytes per multiprocessor: tens of KiB.
+    4 (1 + workers + tiles) bytes: tens of KiB. The planner's ledger names it.
     """
-    workers = torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.tensor(forward_table(work, workers), dtype=torch.int32).to(device)
+    return torch.tensor(forward_table(work, _workers(device)), dtype=torch.int32).to(device)
+
+
+@lru_cache
+def _workers(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def forward(
@@ -57,11 +61,12 @@ def forward(
     tile = forward_tile(head_dim)
     q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
     k_d, v_d = (tile_descriptor(tensor, BLOCK_KEYS, tile.columns) for tensor in (k, v))
-    order = tile_list(work, q.device)
+    lists = tile_list(work, q.device)
+    workers = min(_workers(q.device), work.heads * work.row_tiles)
     sizes = (seq_q, seq_k, heads, work.group, work.row_tiles)
     with torch.cuda.device(q.device):
-        forward_kernel[(order.shape[1],)](
-            *(q_d, k_d, v_d, out_d, lse, order, scale * math.log2(math.e), *sizes),
+        forward_kernel[(workers,)](
+            *(q_d, k_d, v_d, out_d, lse, lists, scale * math.log2(math.e), *sizes),
             NC=tile.groups,
             BM=GROUP_ROWS,
             BN=BLOCK_KEYS,

@@ -45,16 +45,24 @@ def _visible_blocks(end_row, seq_q, seq_k, BN: gl.constexpr, CAUSAL: gl.constexp
 
 
 @gluon.jit
+def _own_list(lists):
+    """Return a pointer to this program's tiles, and how many they are (`schedule.forward_lists`)."""
+    first = gl.load(lists + gl.program_id(0))
+    count = gl.load(lists + gl.program_id(0) + 1) - first
+    return lists + gl.num_programs(0) + 1 + first, count
+
+
+@gluon.jit
 def _locate(order, i, sizes):
     """Return the head, counted over the whole batch, and the row tile of this program's tile i."""
     seq_q, seq_k, heads, group, num_row_tiles = sizes
-    tile = gl.load(order + (i + 1) * gl.num_programs(0) + gl.program_id(0))
+    tile = gl.load(order + i)
     return tile // num_row_tiles, tile % num_row_tiles
 
 
 @gluon.jit
 def _produce(
-    q_d, k_d, v_d, order, sizes, tiles, bars,
+    q_d, k_d, v_d, lists, sizes, tiles, bars,
     NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Load Q once and K, V block by block for each tile of this program."""
@@ -63,7 +71,8 @@ def _produce(
     q_full, q_free, k_full, k_free, v_full, v_free = bars
     idx = 0
     phase = 1
-    for i in range(gl.load(order + gl.program_id(0))):
+    order, count = _own_list(lists)
+    for i in range(count):
         batch_head, m = _locate(order, i, sizes)
         batch = batch_head // heads
         head = batch_head % heads
@@ -188,7 +197,7 @@ def _store_lse(lse_ptr, m, sums, batch_head, row, sizes, BM: gl.constexpr, r_l: 
 
 @gluon.jit
 def _consume(
-    o_d, lse_ptr, scale_log2, order, sizes, tiles, bars,
+    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -206,7 +215,7 @@ def _consume(
     q_s, k_s, v_s, o_s = tiles
     q_full, q_free, k_full, k_free, v_full, v_free = bars
     zero = gl.zeros([BM, BN], gl.float32, s_l)
-    count = gl.load(order + gl.program_id(0))
+    order, count = _own_list(lists)
     idx = 0
     phase = 0
     batch_head, row, blocks, idx, phase, v_idx, v_phase = _open_tile(
@@ -275,7 +284,7 @@ def _scores(q, k, zero, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["seq_q", "seq_k", "heads", "group", "num_row_tiles"])
 def forward_kernel(
-    q_d, k_d, v_d, o_d, lse_ptr, order, scale_log2, seq_q, seq_k, heads, group, num_row_tiles,
+    q_d, k_d, v_d, o_d, lse_ptr, lists, scale_log2, seq_q, seq_k, heads, group, num_row_tiles,
     NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, MASK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -302,14 +311,14 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, order, sizes, tiles, bars,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
                     0, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, order, sizes, tiles, bars,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
                     1, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
-                (_produce, (q_d, k_d, v_d, order, sizes, tiles, bars, NC, BM, BN, STAGES, CAUSAL)),
+                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, CAUSAL)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -318,18 +327,18 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, order, sizes, tiles, bars,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
                     0, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, order, sizes, tiles, bars,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
                     1, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, order, sizes, tiles, bars,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
                     2, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
-                (_produce, (q_d, k_d, v_d, order, sizes, tiles, bars, NC, BM, BN, STAGES, CAUSAL)),
+                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, CAUSAL)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

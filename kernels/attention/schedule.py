@@ -8,6 +8,7 @@ Heads are taken in sections whose keys and values fit the L2 cache together.
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -101,12 +102,14 @@ def forward_lists(work: ForwardWork, workers: int) -> tuple[tuple[int, ...], ...
     return tuple(map(tuple, lists))
 
 
-def forward_table(work: ForwardWork, workers: int) -> list[list[int]]:
-    """Return the lists as the kernel reads them: a column per worker, its length and its tiles."""
+def forward_table(work: ForwardWork, workers: int) -> list[int]:
+    """Return the lists as the kernel reads them: where each begins and the last ends, then all tiles.
+
+    1 + workers + tiles numbers; a worker's list begins that many tiles after the first tile.
+    """
     lists = forward_lists(work, workers)
-    depth = max(map(len, lists))
-    columns = [[len(tiles), *tiles] + [0] * (depth - len(tiles)) for tiles in lists]
-    return [list(row) for row in zip(*columns, strict=True)]
+    starts = itertools.accumulate(map(len, lists), initial=0)
+    return [*starts, *itertools.chain.from_iterable(lists)]
 
 
 class Masking:

@@ -51,9 +51,9 @@ def source_of(request: str) -> GluonASTSource:
     signature = dict.fromkeys(forward_kernel.arg_names, "i32")
     signature |= {"q_d": descriptor(GROUP_ROWS), "o_d": descriptor(GROUP_ROWS)}
     signature |= {"k_d": descriptor(BLOCK_KEYS), "v_d": descriptor(BLOCK_KEYS)}
-    signature |= {"lse_ptr": "*fp32", "order": "*i32", "scale_log2": "fp32"}
+    signature |= {"lse_ptr": "*fp32", "lists": "*i32", "scale_log2": "fp32"}
     signature |= dict.fromkeys(constants, "constexpr")
-    positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "order")]
+    positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "lists")]
     attributes = {(position,): [["tt.divisibility", 16]] for position in positions}
     return GluonASTSource(forward_kernel, signature, constants, attributes)
 

@@ -67,9 +67,9 @@ def test_long_tiles_of_a_section_come_first() -> None:
     assert [tile % 32 for tile in tiles] == [row for row in reversed(range(32)) for _ in range(16)]
 
 
-def test_the_table_has_a_column_per_worker() -> None:
+def test_the_table_says_where_lists_begin_and_then_the_tiles() -> None:
     work = replace(make_work(128, 128, causal=False), heads=3)
-    assert schedule.forward_table(work, 2) == [[2, 1], [0, 1], [2, 0]]
+    assert schedule.forward_table(work, 2) == [0, 2, 3, 0, 2, 1]
 
 
 def visible(work: ForwardWork, row: int, key: int) -> bool:
