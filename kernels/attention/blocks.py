@@ -33,6 +33,13 @@ class Blocks:
     warps: int
     stages: int
 
+    def within(self, block: int) -> Blocks:
+        """Return a tile that divides the blocks of a block table, any where `block` is 0."""
+        if block == 0:
+            return self
+        queries, keys = min(self.queries, block), min(self.keys, block)
+        return Blocks(queries, keys, self.warps, self.stages)
+
     def options(self) -> dict[str, int]:
         """Return the launch options of a kernel."""
         return {

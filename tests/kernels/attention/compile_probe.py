@@ -1,7 +1,7 @@
 """Compile the attention kernels without a GPU and print what ptxas says, as JSON lines.
 
 Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
-kernel:head_dim:block_m:block_n:num_warps:num_stages:arch:dtype:causal.
+kernel:head_dim:value_dim:block_m:block_n:num_warps:num_stages:arch:dtype:mask:capped:sinks.
 """
 
 from __future__ import annotations
@@ -19,52 +19,69 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels.attention import device
+from kernels.attention import device, device_backward
 from kernels.attention.blocks import padded_head_dim
 
 KERNELS = {
     "forward": device.forward_kernel,
-    "key_gradient": device.key_gradient_kernel,
-    "query_gradient": device.query_gradient_kernel,
+    "key_gradient": device_backward.key_gradient_kernel,
+    "query_gradient": device_backward.query_gradient_kernel,
 }
-FLOAT_ARGUMENTS = {"scale", "scale_log2"}
-FP32_POINTERS = {"lse", "delta"}
+FLOAT_ARGUMENTS = {"scale", "scale_log2", "softcap"}
+INTEGERS = {
+    *("num_heads", "num_kv_heads", "group", "seq_q", "seq_k"),
+    *("left", "right", "prefix"),
+}
+POINTERS = {"lse": "*fp32", "delta": "*fp32", "table": "*i32", "sinks": "*fp32"}
+MASK_BLOCK = 128
 
 
-def signature_of(kernel: Any, dtype: str) -> tuple[dict[str, Any], dict[Any, Any]]:
+def signature_of(
+    kernel: Any, dtype: str, absent: set[str]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
     """Return types and divisibility attributes as a launch on aligned, contiguous tensors has."""
     signature: dict[str, Any] = {}
     attributes: dict[Any, Any] = {}
     divisible = [["tt.divisibility", 16]]
     for position, name in enumerate(kernel.arg_names):
-        if name.isupper():
+        if name.isupper() or name in absent:
             signature[name] = "constexpr"
+        elif name == "table_strides":
+            signature[name] = ("i32", "i32")
         elif name.endswith("strides"):
             signature[name] = ("i32", "i32", "i32")
             attributes.update({(position, part): divisible for part in range(3)})
         elif name in FLOAT_ARGUMENTS:
             signature[name] = "fp32"
-        elif name in ("num_heads", "num_kv_heads", "group", "seq_q", "seq_k"):
+        elif name in INTEGERS:
             signature[name] = "i32"
         else:
-            signature[name] = "*fp32" if name in FP32_POINTERS else f"*{dtype}"
+            signature[name] = POINTERS.get(name, f"*{dtype}")
             attributes[(position,)] = divisible
     return signature, attributes
 
 
 def compile_one(request: str) -> dict[str, Any]:
     """Compile one request and return registers, spilled bytes and shared memory."""
-    kernel_name, *numbers, dtype, causal = request.split(":")
-    head_dim, block_m, block_n, num_warps, num_stages, arch = map(int, numbers)
+    kernel_name, *numbers, dtype, mask, capped, sinks = request.split(":")
+    head_dim, value_dim, block_m, block_n, num_warps, num_stages, arch = map(int, numbers)
     kernel = KERNELS[kernel_name]
     constants = {
-        "CAUSAL": causal == "1",
+        "MASK": mask,
+        "MASK_BLOCK": MASK_BLOCK if mask == "blocks" else 0,
+        "CAPPED": capped == "1",
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
         "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_V": padded_head_dim(value_dim),
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
     }
-    signature, attributes = signature_of(kernel, dtype)
+    absent = set() if mask in ("documents", "blocks") else {"table"}
+    absent |= {"sinks"} if sinks == "0" else set()
+    absent &= set(kernel.arg_names)
+    constants |= dict.fromkeys(absent)
+    signature, attributes = signature_of(kernel, dtype, absent)
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
