@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.attention.schedule import MAX_HEAD_DIM, ForwardWork
+from kernels.attention.schedule import MAX_HEAD_DIM, forward_tile
 
 VARIABLE = "PEAKMARK_ATTENTION_BACKEND"
 FIRST_GLUON = (3, 6)
@@ -137,14 +137,7 @@ def misalignment(
 def problem_of(tensors: dict[str, Tensor], *, mask: str, plain: bool) -> Problem:
     """Describe a call; `tensors` holds q, k and v, and whatever else TMA must read, by name."""
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
-    work = ForwardWork(
-        seq_q=q.shape[2],
-        seq_k=k.shape[2],
-        heads=q.shape[0] * q.shape[1],
-        group=1,
-        head_dim=q.shape[-1],
-        causal=False,
-    )
+    tiles = -(-q.shape[2] // forward_tile(q.shape[-1]).rows) * q.shape[0] * q.shape[1]
     found = (
         name
         for name, t in tensors.items()
@@ -159,7 +152,7 @@ def problem_of(tensors: dict[str, Tensor], *, mask: str, plain: bool) -> Problem
         mask=mask,
         plain=plain,
         empty=q.numel() == 0 or k.numel() == 0,
-        tiles=work.heads * work.row_tiles,
+        tiles=tiles,
         misaligned=next(found, None),
     )
 

@@ -17,7 +17,8 @@ from kernels.attention.hopper_forward import forward_kernel
 from kernels.attention.schedule import (
     BLOCK_KEYS,
     GROUP_ROWS,
-    STAGES,
+    SECTION_BYTES,
+    ForwardTile,
     ForwardWork,
     forward_masking,
     forward_table,
@@ -40,25 +41,35 @@ def _workers(device: torch.device) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    *,
+    tile: ForwardTile | None = None,
+    section_bytes: int = SECTION_BYTES,
 ) -> None:
     """Fill out (B, Hq, Sq, D) and lse (B, Hq, Sq, fp32, contiguous) for `attention_forward`.
 
     q is (B, Hq, Sq, D), k and v (B, Hkv, Sk, D), bf16 or fp16, D at most 128, no dimension empty,
-    strides as `tile_descriptor` wants them.
+    strides as `tile_descriptor` wants them. `tile` and `section_bytes` are for trying out forms.
     """
     batch, heads, seq_q, head_dim = q.shape
+    tile = tile or forward_tile(head_dim)
     kv_heads, seq_k = k.shape[1:3]
     work = ForwardWork(
         seq_q=seq_q,
         seq_k=seq_k,
         heads=batch * heads,
         group=heads // kv_heads,
-        head_dim=head_dim,
+        tile=tile,
+        section_bytes=section_bytes,
         # One query that is aligned to the last key sees every key.
         causal=causal and seq_q > 1,
     )
-    tile = forward_tile(head_dim)
     q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
     k_d, v_d = (tile_descriptor(tensor, BLOCK_KEYS, tile.columns) for tensor in (k, v))
     lists = tile_list(work, q.device)
@@ -71,7 +82,7 @@ def forward(
             BM=GROUP_ROWS,
             BN=BLOCK_KEYS,
             D=tile.columns,
-            STAGES=STAGES,
+            STAGES=tile.stages,
             CAUSAL=work.causal,
             MASK=forward_masking(work),
             REGISTERS=tile.registers,

@@ -14,18 +14,21 @@ from functools import lru_cache
 
 GROUP_ROWS = 64
 BLOCK_KEYS = 128
-STAGES = 2
 # Half of an H100's or H200's L2 cache, which holds 50 MB: outputs and queries pass through it too.
 SECTION_BYTES = 24 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTile:
-    """Columns (head size rounded up), warp groups of 64 query rows, and registers of their threads."""
+    """Columns (head size rounded up), warp groups of 64 query rows, registers of their threads.
+
+    `stages` is how many key blocks and value blocks the rings hold.
+    """
 
     columns: int
     groups: int
     registers: int
+    stages: int = 2
 
     @property
     def rows(self) -> int:
@@ -48,26 +51,28 @@ def forward_tile(head_dim: int) -> ForwardTile:
 class ForwardWork:
     """One attention call as the schedule sees it; `heads` counts those of the whole batch.
 
-    `group` is the number of query heads that share a key/value head.
+    `group` is the number of query heads that share a key/value head; `section_bytes` bounds the
+    keys and values of the heads that are dealt out together.
     """
 
     seq_q: int
     seq_k: int
     heads: int
     group: int
-    head_dim: int
+    tile: ForwardTile
     causal: bool
+    section_bytes: int = SECTION_BYTES
 
     @property
     def row_tiles(self) -> int:
         """Row tiles of one head."""
-        return -(-self.seq_q // forward_tile(self.head_dim).rows)
+        return -(-self.seq_q // self.tile.rows)
 
     def visible_blocks(self, row_tile: int) -> int:
         """Return the key blocks that a tile visits: what its last row sees, and at least one."""
         end = self.seq_k
         if self.causal:
-            last_row = (row_tile + 1) * forward_tile(self.head_dim).rows
+            last_row = (row_tile + 1) * self.tile.rows
             end = min(end, last_row + self.seq_k - self.seq_q)
         return max(1, -(-end // BLOCK_KEYS))
 
@@ -77,8 +82,8 @@ class ForwardWork:
         if not self.causal:
             return 1
         # Keys and values of one head, two bytes an element.
-        head_bytes = 2 * 2 * self.seq_k * forward_tile(self.head_dim).columns
-        return max(1, SECTION_BYTES // head_bytes) * self.group
+        head_bytes = 2 * 2 * self.seq_k * self.tile.columns
+        return max(1, self.section_bytes // head_bytes) * self.group
 
 
 @lru_cache(maxsize=64)

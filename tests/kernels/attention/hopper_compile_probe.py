@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kernels.attention.hopper_common import tile_layout
 from kernels.attention.hopper_forward import forward_kernel
-from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, STAGES, forward_tile
+from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, forward_tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +43,7 @@ def source_of(request: str) -> GluonASTSource:
         "BM": GROUP_ROWS,
         "BN": BLOCK_KEYS,
         "D": tile.columns,
-        "STAGES": STAGES,
+        "STAGES": tile.stages,
         "CAUSAL": causal == "1",
         "MASK": int(masking),
         "REGISTERS": tile.registers,

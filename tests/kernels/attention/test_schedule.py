@@ -15,7 +15,12 @@ H200_SMS = 132
 
 def make_work(seq_q: int, seq_k: int, *, causal: bool, head_dim: int = 128) -> ForwardWork:
     return ForwardWork(
-        seq_q=seq_q, seq_k=seq_k, heads=16, group=2, head_dim=head_dim, causal=causal
+        seq_q=seq_q,
+        seq_k=seq_k,
+        heads=16,
+        group=2,
+        tile=schedule.forward_tile(head_dim),
+        causal=causal,
     )
 
 
@@ -27,7 +32,7 @@ def test_tiles_by_hand() -> None:
     full = replace(work, causal=False)
     assert [full.visible_blocks(tile) for tile in range(full.row_tiles)] == [4, 4, 4]
     # 192 rows a tile at head sizes up to 64.
-    assert replace(work, head_dim=40).row_tiles == 2
+    assert make_work(300, 413, causal=True, head_dim=40).row_tiles == 2
 
 
 def test_a_tile_that_sees_no_key_still_visits_one_masked_block() -> None:
@@ -53,7 +58,14 @@ def test_no_worker_of_an_h200_waits_long(head_dim: int, exponent: int) -> None:
     """The fullest worker takes at most 1 % more steps than the mean, at 32,768 tokens in all."""
     seq = 2**exponent
     heads = 2**15 // seq * 2048 // head_dim
-    work = ForwardWork(seq_q=seq, seq_k=seq, heads=heads, group=1, head_dim=head_dim, causal=True)
+    work = ForwardWork(
+        seq_q=seq,
+        seq_k=seq,
+        heads=heads,
+        group=1,
+        tile=schedule.forward_tile(head_dim),
+        causal=True,
+    )
     lists = schedule.forward_lists(work, H200_SMS)
     tiles = work.row_tiles
     loads = [sum(1 + work.visible_blocks(tile % tiles) for tile in tiles_) for tiles_ in lists]
