@@ -31,10 +31,34 @@ class _Parameter(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One module's turn: where in the step, and the parameters that it holds itself."""
+    """One module's turn: where in the step, and the parameters that it holds itself.
+
+    They are fetched before the module runs and released behind it, if it gets there (see `_again`).
+    """
 
     place: Place
     parameters: tuple[_Parameter, ...]
+    fetches: bool = True
+    releases: bool = True
+
+
+class _Module(NamedTuple):
+    """A module with the parameters that it holds itself and, in the order of calls, its modules."""
+
+    parameters: tuple[_Parameter, ...] = ()
+    children: tuple[_Module, ...] = ()
+
+    def forward(self) -> Iterator[_Module]:
+        """Yield every module as its forward begins."""
+        yield self
+        for child in self.children:
+            yield from child.forward()
+
+    def backward(self) -> Iterator[_Module]:
+        """Yield every module as its backward begins: a module's own output comes first."""
+        yield self
+        for child in reversed(self.children):
+            yield from child.backward()
 
 
 class Step(Enum):
@@ -72,42 +96,106 @@ class Fetches:
     events: dict[Place, list[Event]] = field(default_factory=lambda: defaultdict(list))
 
 
+# The order in which a layer's modules are called; parameters are listed in another. Modules that
+# hold none have their turns too: containers, activations, the rotary embedding.
+_CALL_ORDER = (
+    *("input_layernorm", "ln_1", "self_attn_layer_norm"),
+    *("self_attn", "attn", "attention", "self_attention"),
+    *("q_proj", "q_norm", "k_proj", "k_norm", "q_a_proj", "q_a_layernorm", "q_b_proj"),
+    *("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "v_proj", "o_proj", "out_proj"),
+    *("post_attention_layernorm", "ln_2", "final_layer_norm", "pre_feedforward_layernorm"),
+    *("mlp", "gate", "router", "experts", "shared_experts", "fc1", "gate_proj", "gate_up_proj"),
+    *("c_fc", "dense_h_to_4h", "activation", "up_proj", "down_proj", "fc2"),
+    "post_feedforward_layernorm",
+)
+_BEFORE_ACTIVATION = ("fc1", "gate_proj", "gate_up_proj", "c_fc", "dense_h_to_4h")
+
+
 def _modules(spec: ModelSpec) -> dict[str, dict[str, list[_Parameter]]]:
     """Parameters by module, for the groups "embedding", "head" and each layer's number."""
     groups: dict[str, dict[str, list[_Parameter]]] = defaultdict(lambda: defaultdict(list))
     for shape in parameter_shapes(spec):
         layers = [str(layer) for layer in shape.layers] or [shape.group]
         for group, name in zip(layers, shape.names(), strict=True):
-            groups[group][name.rpartition(".")[0]].append(_Parameter(name, shape.numel))
+            module = name.rpartition(".")[0].rpartition(f".{group}.")[2]
+            groups[group][module].append(_Parameter(name, shape.numel))
     return groups
 
 
+def _tree(modules: dict[str, list[_Parameter]]) -> _Module:
+    """The modules of a layer, by their paths in it, below the layer itself."""
+    below: dict[str, dict[str, list[_Parameter]]] = defaultdict(dict)
+    for path, parameters in modules.items():
+        name, _, rest = path.partition(".")
+        below[name][rest] = parameters
+    own = modules.get("", [])
+    below.pop("", None)
+    if any(name in _BEFORE_ACTIVATION for name in below):
+        below["activation"] = {}
+    known = {name: turn for turn, name in enumerate(_CALL_ORDER)}
+    names = sorted(below, key=lambda name: known.get(name, len(known)))
+    return _Module(tuple(own), tuple(_tree(below[name]) for name in names))
+
+
 def _calls(spec: ModelSpec, recomputes: bool) -> Iterator[_Call]:
-    """Every module's turn in a forward and a backward; containers have turns without parameters."""
+    """Every module's turn in a forward and a backward."""
     groups = _modules(spec)
-    embedding = [tuple(own) for own in groups["embedding"].values()]
-    head = [tuple(own) for own in groups["head"].values()]
+    container = _Module()
+    embedding = [_Module(tuple(own)) for own in groups["embedding"].values()]
+    head = [_Module(tuple(own)) for own in groups["head"].values()]
     if spec.tie_word_embeddings:
-        head.append((embedding[0][0],))
-    layers = [
-        [(), (), *(tuple(own) for own in groups[str(layer)].values())]
-        for layer in range(spec.num_layers)
-    ]
-    yield from (_Call(Place("embed"), own) for own in [(), (), *embedding])
+        head.append(_Module((embedding[0].parameters[0],)))
+    layers = [_tree(groups[str(layer)]) for layer in range(spec.num_layers)]
+    rotary = [container] if spec.rotary_dim or spec.latent else []
+    # The causal model and the model in it begin before the embedding; in the backward the model's
+    # turn comes when the head's is over.
+    for module in (container, container, *embedding, *rotary):
+        yield _Call(Place("embed"), module.parameters)
     for number, layer in enumerate(layers):
-        yield from (_Call(Place("layer", number), own) for own in layer)
-    yield from (_Call(Place("head"), own) for own in head)
-    yield from (_Call(Place("loss_backward"), own) for own in reversed(head))
+        yield from (_Call(Place("layer", number), m.parameters) for m in layer.forward())
+    yield from (_Call(Place("head"), module.parameters) for module in head)
+    for module in (container, head[-1], container, *reversed(head[:-1])):
+        yield _Call(Place("loss_backward"), module.parameters)
     for number in reversed(range(spec.num_layers)):
-        turns = [*(layers[number] if recomputes else ()), *reversed(layers[number])]
-        yield from (_Call(Place("layer_backward", number), own) for own in turns)
-    yield from (_Call(Place("embed_backward"), own) for own in reversed(embedding))
+        place = Place("layer_backward", number)
+        turns = _again(place, layers[number]) if recomputes else _back(place, layers[number])
+        yield from turns
+    yield from (_Call(Place("embed_backward"), m.parameters) for m in reversed(embedding))
+
+
+def _back(place: Place, layer: _Module) -> list[_Call]:
+    return [_Call(place, module.parameters) for module in layer.backward()]
+
+
+def _again(place: Place, layer: _Module) -> list[_Call]:
+    """A layer's backward that runs its forward again.
+
+    Its last linear asks for what it has saved, so that one is fetched before. The forward stops as
+    soon as it has saved that again, and so releases nothing of the last linear
+    (torch/utils/checkpoint.py, _StopRecomputationError).
+    """
+    backward = list(layer.backward())
+    last = next(turn for turn, module in enumerate(backward) if _is_linear(module))
+    before = [_Call(place, m.parameters, releases=False) for m in backward[: last + 1]]
+    forward = list(layer.forward())
+    stop = max(turn for turn, module in enumerate(forward) if module is backward[last])
+    again = [_Call(place, module.parameters) for module in forward[:stop]]
+    again.append(_Call(place, forward[stop].parameters, releases=False))
+    again.append(_Call(place, backward[last].parameters, fetches=False))
+    return [*before, *again, *(_Call(place, m.parameters) for m in backward[last + 1 :])]
+
+
+def _is_linear(module: _Module) -> bool:
+    return any(p.numel > PERSISTENT_NUMEL for p in module.parameters)
 
 
 class _Coordinator:
     def __init__(self, calls: list[_Call]) -> None:
         self._calls = calls
-        self._queue = deque((p, turn) for turn, call in enumerate(calls) for p in call.parameters)
+        self._turns = [call for call in calls if call.fetches]
+        self._queue = deque(
+            (p, turn) for turn, own in enumerate(self._turns) for p in own.parameters
+        )
         everything = {p for call in calls for p in call.parameters}
         self._persistent = {p for p in everything if p.numel <= PERSISTENT_NUMEL}
         self._available = set(self._persistent)
@@ -120,17 +208,21 @@ class _Coordinator:
 
     def run(self) -> Fetches:
         """Take every module's turn once."""
-        for turn, call in enumerate(self._calls):
+        turn = 0
+        for call in self._calls:
             is_first_loss = call.place.section == "loss_backward"
             if is_first_loss:
                 self.fetches.live.setdefault(call.place, self._live_numel)
-            self._gather(call.place, [p for p in call.parameters if p not in self._available])
-            self._wait(call)
-            self._skip_own(turn, call)
-            self._prefetch(call.place)
+            if call.fetches:
+                self._gather(call.place, [p for p in call.parameters if p not in self._available])
+                self._wait(call)
+                self._skip_own(turn, call)
+                self._prefetch(call.place)
+                turn += 1
             if not is_first_loss:
                 self.fetches.live[call.place] = self._live_numel
-            self._release(turn + 1, call)
+            if call.releases:
+                self._release(turn, call)
         return self.fetches
 
     def _gather(self, place: Place, parameters: list[_Parameter]) -> None:
@@ -180,7 +272,7 @@ class _Coordinator:
         """Release what is not used again within the reuse distance, nor skipped by a prefetch."""
         done = {p for p in call.parameters if self._fetched_for[p] <= turn} - self._persistent
         passed_numel = 0
-        for later in self._calls[turn:]:
+        for later in self._turns[turn:]:
             if passed_numel >= MAX_REUSE_NUMEL or not done:
                 break
             done.difference_update(later.parameters)
@@ -202,12 +294,17 @@ def steady_fetches(spec: ModelSpec, recomputes: bool) -> Fetches:
 def first_fetches(spec: ModelSpec, recomputes: bool) -> dict[Place, list[Event]]:
     """Events of the first micro-batch, which learns the order: nothing is fetched ahead or kept."""
     events: dict[Place, list[Event]] = defaultdict(list)
+    held: set[_Parameter] = set()
     for number, call in enumerate(_calls(spec, recomputes)):
         own = tuple(p for p in call.parameters if p.numel > PERSISTENT_NUMEL)
-        if own:
-            steps = (
-                [Step.GATHER] if len(own) == 1 else [Step.GATHER, Step.COPY_OUT, Step.DROP_BUFFER]
-            )
-            events[call.place] += [Event(step, own, -number) for step in steps]
+        missing = tuple(p for p in own if p not in held)
+        if missing and call.fetches:
+            steps = [Step.GATHER]
+            if len(missing) > 1:
+                steps += [Step.COPY_OUT, Step.DROP_BUFFER]
+            events[call.place] += [Event(step, missing, -number) for step in steps]
+        held.update(own)
+        if call.releases:
             events[call.place] += [Event(Step.RELEASE, (p,)) for p in own]
+            held.difference_update(own)
     return events

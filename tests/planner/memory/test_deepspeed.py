@@ -15,7 +15,7 @@ from planner.memory.deepspeed import (
     reductions,
     sharded_partition,
 )
-from planner.memory.deepspeed_fetch import MAX_LIVE_NUMEL, Step, steady_fetches
+from planner.memory.deepspeed_fetch import MAX_LIVE_NUMEL, Step, _calls, steady_fetches
 from planner.memory.groups import Place
 from planner.memory.replay import Memory
 from planner.memory.replay_deepspeed import DeepSpeedReplay
@@ -180,6 +180,37 @@ def test_what_comes_in_one_buffer_is_copied_out_once_and_the_buffer_dropped_last
         assert steps.count(Step.COPY_OUT) <= 1
         if Step.DROP_BUFFER in steps:
             assert steps.index(Step.COPY_OUT) < steps.index(Step.DROP_BUFFER)
+
+
+def test_every_module_fetches_ahead_as_it_begins() -> None:
+    """Gathers of a steady step seen on an H200 (Qwen3-1.7B, fake group of 64 ranks, recomputing)."""
+    fetches = steady_fetches(resolve_model("Qwen/Qwen3-1.7B"), recomputes=True)
+
+    def gathered(place: Place) -> list[int]:
+        return [
+            sum(p.numel for p in event.parameters) * 2
+            for event in fetches.events[place]
+            if event.step is Step.GATHER
+        ]
+
+    layer = 96 * MIB_BYTES  # what 50 million elements reach to: a whole layer
+    assert gathered(Place("embed")) == [151_936 * 2048 * 2, layer, layer, layer]
+    # The layer, attention and MLP, seven linears, four norms, the activation; then a billion is live.
+    assert gathered(Place("layer", 0)) == [layer] * 15
+    assert gathered(Place("layer", 1))[:3] == [layer] * 3
+
+
+def test_a_layer_that_runs_again_fetches_its_last_linear_before_the_others() -> None:
+    calls = list(_calls(MODEL, recomputes=True))
+    turns = [call for call in calls if call.place == Place("layer_backward", 3)]
+    held = [(call.parameters[0].name.split(".")[-2], call) for call in turns if call.parameters]
+    assert [name for name, _ in held[:3]] == ["down_proj", "input_layernorm", "q_proj"]
+    down = [call for name, call in held if name == "down_proj"]
+    # Before the forward runs again, as that ends early, and after its own backward.
+    assert [(c.fetches, c.releases) for c in down] == [(True, False), (True, False), (False, True)]
+    # What follows are the other linears backwards.
+    linears = [name for name, _ in held if name.endswith("proj")]
+    assert linears[-6:] == ["up_proj", "gate_proj", "o_proj", "v_proj", "k_proj", "q_proj"]
 
 
 def test_stage_3_fetches_ahead_up_to_a_billion_elements() -> None:
