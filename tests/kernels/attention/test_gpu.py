@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention import dispatch
 from kernels.attention.triton import flash_attention
 
 pytestmark = [
@@ -21,6 +22,13 @@ SEQS = [
 ]
 Check = Callable[..., None]
 Make = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def portable_kernels() -> Iterator[None]:
+    """Keep these tests on the portable kernels where a Hopper GPU has others."""
+    with dispatch.forced_backend("triton"):
+        yield
 
 
 @pytest.mark.parametrize("causal", [False, True])
