@@ -21,6 +21,7 @@ from runners.jobs.attention_kernels import (
     KERNELS,
     Attend,
     AttentionShape,
+    backends_that_ran,
     reason_to_skip,
     reference_blocks,
     reference_gradients,
@@ -139,6 +140,7 @@ def _measure_kernel(kernel: str, problem: Problem, references: _References) -> d
         # First without measuring: kernels are compiled and workspaces appear.
         errors = _measure_errors(attend, problem, references)
         figures: dict[str, Any] = {"outcome": Outcome.DONE, "error": errors}
+        figures["backend"] = backends_that_ran(kernel)
         figures |= _measure_bytes(attend, problem)
         figures |= _measure_times(attend, problem)
     except torch.OutOfMemoryError as error:

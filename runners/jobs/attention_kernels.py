@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention.dispatch import Backend, Direction, last_choice
 from kernels.attention.reference import reference_attention
 from kernels.attention.triton import INTERPRETED, flash_attention
 
@@ -94,6 +95,17 @@ KERNELS: dict[str, Callable[[AttentionShape], Attend]] = {
     "sdpa": sdpa_attention,
     "triton": triton_attention,
 }
+
+
+def backends_that_ran(kernel: str) -> dict[str, str] | None:
+    """Return by direction which of our kernels computed the latest call; None for torch's own."""
+    if kernel != "triton":
+        return None
+    choices = {direction.value: last_choice(direction) for direction in Direction}
+    return {
+        direction: (choice.backend if choice else Backend.TRITON).value
+        for direction, choice in choices.items()
+    }
 
 
 def reason_to_skip(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from kernels.attention.dispatch import Backend, Choice, Direction
 from planner.errors import PlanError
 from runners.contract import JobKind, JobSpec, World
 from runners.jobs import attention_kernels
@@ -16,6 +17,7 @@ from runners.jobs.attention import measure_attention, parse_attention
 from runners.jobs.attention_kernels import (
     KERNELS,
     AttentionShape,
+    backends_that_ran,
     reason_to_skip,
     reference_blocks,
     reference_gradients,
@@ -59,6 +61,14 @@ def test_kernels_are_measured_against_float64(tmp_path: Path) -> None:
             assert 0 < error["relative"] < 1e-6
         assert rows[kernel]["forward"]["n"] == 3
     assert rows["sdpa"]["forward_time_over_sdpa"] == 1.0
+    assert rows["sdpa"]["backend"] is None
+
+
+def test_a_row_tells_which_of_our_kernels_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = {Direction.FORWARD: Choice(Backend.HOPPER, None)}
+    monkeypatch.setattr(attention_kernels, "last_choice", choices.get)
+    assert backends_that_ran("triton") == {"forward": "hopper", "backward": "triton"}
+    assert backends_that_ran("eager") is None
 
 
 @pytest.mark.parametrize("causal", [True, False])
