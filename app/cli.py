@@ -8,6 +8,7 @@ import typer
 
 from app.commands import (
     accuracy,
+    calibrate,
     doctor,
     import_rows,
     plan,
@@ -30,6 +31,7 @@ app.command("plan")(plan.plan_command)
 app.command("sweep")(sweep.sweep_command)
 app.command("trace")(trace.trace_command)
 app.command("prove")(prove.prove_command)
+app.command("calibrate")(calibrate.calibrate_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
 app.command("accuracy")(accuracy.accuracy_command)

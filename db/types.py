@@ -29,6 +29,7 @@ class RunKind(StrEnum):
 
     TRAIN_STEP = "train_step"
     ATTENTION = "attention"
+    CALIBRATE = "calibrate"
 
 
 class RunWorld(StrEnum):

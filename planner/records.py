@@ -35,6 +35,15 @@ class Kind(StrEnum):
 
     TRAIN_STEP = "train_step"
     ATTENTION = "attention"
+    CALIBRATE = "calibrate"
+
+
+# What the spec of each kind must hold.
+_SPEC_PARTS = {
+    Kind.TRAIN_STEP: "plan",
+    Kind.ATTENTION: "attention",
+    Kind.CALIBRATE: "calibration",
+}
 
 
 class Role(StrEnum):
@@ -136,7 +145,7 @@ def _check_spec(kind: Kind, spec: Mapping[str, Any]) -> None:
     if spec.get("kind") != kind.value:
         found = describe_value(spec.get("kind"))
         raise RecordError("spec.kind", f"spec.kind is {found}: it must be the row's kind, {kind}.")
-    needed = "plan" if kind is Kind.TRAIN_STEP else "attention"
+    needed = _SPEC_PARTS[kind]
     if not isinstance(spec.get(needed), Mapping):
         raise RecordError(f"spec.{needed}", f"spec.{needed} is missing: a {kind} row needs it.")
 

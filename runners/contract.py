@@ -20,6 +20,7 @@ class JobKind(StrEnum):
 
     TRAIN_STEP = "train_step"
     ATTENTION = "attention"
+    CALIBRATE = "calibrate"
 
 
 class World(StrEnum):
@@ -48,7 +49,8 @@ class Outcome(StrEnum):
 class JobSpec:
     """One run to execute.
 
-    `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`.
+    `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`;
+    `calibration` holds `world_size` and `budget_s` for `calibrate`.
     `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
     profiler.
     """
@@ -64,6 +66,7 @@ class JobSpec:
     device: str | None = None
     deadline_s: float = 1800.0
     kernel_times: bool = False
+    calibration: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""

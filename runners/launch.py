@@ -27,7 +27,7 @@ _ALLOWED_NAMES = frozenset(
         "VIRTUAL_ENV",
     }
 )
-_ALLOWED_PREFIXES = ("CUDA_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_")
+_ALLOWED_PREFIXES = ("CUDA_", "NCCL_", "NVIDIA_", "NVSHMEM_", "PYTORCH_", "TORCH_", "TRITON_")
 
 
 def num_ranks(spec: JobSpec) -> int:
@@ -35,9 +35,12 @@ def num_ranks(spec: JobSpec) -> int:
 
     Raises ValueError for more than one host can hold.
     """
-    if spec.world is World.SOLO or spec.plan is None:
+    spread = (
+        (spec.plan or {}).get("parallelism", {}) if spec.calibration is None else spec.calibration
+    )
+    if spec.world is World.SOLO:
         return 1
-    ranks = int(spec.plan.get("parallelism", {}).get("world_size", 1))
+    ranks = int(spread.get("world_size", 1))
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(
             f"the world {spec.world} starts every rank on this machine: world_size is {ranks}, "

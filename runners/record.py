@@ -62,6 +62,8 @@ class Entry:
     @property
     def label(self) -> str:
         """A short description for the table."""
+        if self.spec.calibration is not None:
+            return f"calibrate {self.spec.world}"
         if self.spec.plan is None:
             return " ".join(f"{k}={v}" for k, v in (self.spec.attention or {}).items())
         plan = self.spec.plan

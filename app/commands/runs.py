@@ -89,6 +89,7 @@ def run_document(database: Database, run_id: str) -> dict[str, Any]:
 @app.command("show")
 def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     """Show one run: what was asked, what happened, predicted and measured."""
+    from app.commands.calibrate import print_calibration
     from app.commands.comparison import print_comparison
 
     with opened_database() as database:
@@ -102,7 +103,9 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     print_line(f"{summary.model_name or '-'} on {summary.hardware_name or '-'}")
     if summary.why:
         print_line(summary.why)
-    if detail.prediction and detail.measured:
+    if (detail.measured or {}).get("curves"):
+        print_calibration(detail)
+    elif detail.prediction and detail.measured:
         print_comparison(detail.prediction, detail.measured, summary.world.value)
 
 

@@ -11,6 +11,7 @@ import streamlit as st
 from app import services, state
 from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
+from app.components.calibration_view import show_calibration
 from app.components.comparison import comparison_rows, phase_rows
 from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
@@ -144,7 +145,9 @@ def _log(run: Mapping[str, Any]) -> None:
 def _result(run: Mapping[str, Any]) -> None:
     if run["error"]:
         _show_error(run)
-    if run["measured"]:
+    if (run["measured"] or {}).get("curves"):
+        show_calibration(run)
+    elif run["measured"]:
         _show_comparison(run)
     elif run["prediction"]:
         _show_prediction_only(run["prediction"])

@@ -29,7 +29,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "{revision}"
-down_revision = "0002"
+down_revision = "0003"
 
 
 def upgrade():
@@ -132,8 +132,13 @@ def test_the_first_revision_s_measurements_may_be_held_out_after_an_upgrade(
     upgrade.upgrade(url)
     with sqlite3.connect(file) as connection:
         assert connection.execute("SELECT role FROM measurement").fetchall() == [("evidence",)]
-        connection.execute("UPDATE measurement SET role = 'holdout'")
-        for column, word in (("role", "guess"), ("world", "moon"), ("outcome", "flying")):
+        connection.execute("UPDATE measurement SET role = 'holdout', kind = 'calibrate'")
+        for column, word in (
+            ("role", "guess"),
+            ("kind", "dream"),
+            ("world", "moon"),
+            ("outcome", "flying"),
+        ):
             with pytest.raises(sqlite3.IntegrityError):
                 connection.execute(f"UPDATE measurement SET {column} = ?", (word,))
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "sweep",
     "trace",
     "prove",
+    "calibrate",
     "worker",
     "runs",
     "runs show",

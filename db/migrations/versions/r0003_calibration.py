@@ -1,0 +1,20 @@
+"""A third kind of run: the calibration of a machine."""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Go to this revision."""
+    for table in ("run", "measurement"):
+        with op.batch_alter_table(table) as batch:
+            batch.drop_constraint(op.f(f"ck_{table}_kind"), type_="check")
+            batch.create_check_constraint(
+                op.f(f"ck_{table}_kind"), "kind IN ('train_step', 'attention', 'calibrate')"
+            )

@@ -1,0 +1,284 @@
+"""What `calibrate` measures on one device: operations at shapes, and the sizes for GPU and CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from planner.units import GIB_BYTES, KIB_BYTES, MIB_BYTES
+from runners.jobs.attention_kernels import KERNELS, AttentionShape, reason_to_skip
+from runners.jobs.stopwatch import Stopwatch, Work
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# A backward computes five products of scores' size where the forward computes two.
+_BACKWARD_FLOPS_FACTOR = 2.5
+_NORM_WIDTH = 4096
+_LAUNCHES = 200
+# One number is read and written.
+_SMALLEST_BYTES = 8
+Prepare = Callable[[torch.device], Work]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One point to measure: `prepare` makes the tensors and returns the work on them."""
+
+    group: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    flops: float
+    prepare: Prepare
+
+    def times_s(self, watch: Stopwatch, device: torch.device) -> list[float]:
+        """Measure it on the device's stream."""
+        return watch.device_times_s(self.prepare(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCase(Case):
+    """A point that the host's clock measures: `calls` in a row, waiting for each or for none."""
+
+    calls: int = 1
+    waits: bool = False
+
+    def times_s(self, watch: Stopwatch, device: torch.device) -> list[float]:
+        """Measure it on the host's clock."""
+        return watch.host_times_s(self.prepare(device), calls=self.calls, waits=self.waits)
+
+
+def local_cases(device: torch.device) -> list[Case]:
+    """Return every case of one device, the quick groups first; a CPU gets small sizes."""
+    is_cuda = device.type == "cuda"
+    cases = [*_launches(), *(_copies_to_host() if is_cuda else ())]
+    cases += _memory_bound(is_cuda)
+    cases += _matrix_products(is_cuda)
+    cases += _attention(device)
+    return cases
+
+
+def _draw(device: torch.device, dtype: str, *size: int) -> Tensor:
+    return torch.randn(size, device=device, dtype=DTYPES[dtype])
+
+
+def _launches() -> Iterator[Case]:
+    def small(device: torch.device) -> Work:
+        tensor = _draw(device, "fp32", 1)
+        return lambda: tensor.add_(1)
+
+    def product(device: torch.device) -> Work:
+        a, b = _draw(device, "bf16", 16, 16), _draw(device, "bf16", 16, 16)
+        return lambda: torch.mm(a, b)
+
+    def nothing(device: torch.device) -> Work:
+        return lambda: None
+
+    def host(operation: str, dtype: str, prepare: Prepare, *, calls: int, waits: bool) -> HostCase:
+        return HostCase(
+            group="launch",
+            operation=operation,
+            shape=(1,),
+            dtype=dtype,
+            bytes=_SMALLEST_BYTES,
+            flops=0.0,
+            prepare=prepare,
+            calls=calls,
+            waits=waits,
+        )
+
+    yield host("launch_elementwise", "fp32", small, calls=_LAUNCHES, waits=False)
+    yield host("launch_matmul", "bf16", product, calls=_LAUNCHES, waits=False)
+    yield host("synchronize", "fp32", nothing, calls=1, waits=True)
+    yield Case(
+        group="launch",
+        operation="kernel_smallest",
+        shape=(1,),
+        dtype="fp32",
+        bytes=_SMALLEST_BYTES,
+        flops=0.0,
+        prepare=small,
+    )
+
+
+def _copies_to_host() -> Iterator[Case]:
+    for size_bytes in (64 * KIB_BYTES, MIB_BYTES, 16 * MIB_BYTES, 256 * MIB_BYTES):
+        for to_device in (True, False):
+            for pinned in (True, False):
+                way = "host_to_device" if to_device else "device_to_host"
+                yield HostCase(
+                    group="copies",
+                    operation=f"{way}_{'pinned' if pinned else 'pageable'}",
+                    shape=(size_bytes // 4,),
+                    dtype="fp32",
+                    bytes=size_bytes,
+                    flops=0.0,
+                    prepare=partial(_host_copy, size_bytes // 4, to_device, pinned),
+                    waits=True,
+                )
+
+
+def _host_copy(elements: int, to_device: bool, pinned: bool, device: torch.device) -> Work:
+    host = torch.zeros(elements, pin_memory=pinned)
+    there = torch.zeros(elements, device=device)
+    if to_device:
+        return lambda: there.copy_(host, non_blocking=pinned)
+    return lambda: host.copy_(there, non_blocking=pinned)
+
+
+def _memory_bound(is_cuda: bool) -> Iterator[Case]:
+    """Sizes are those of one tensor; from 256 MiB on nothing of it fits any cache."""
+    sizes = [64 * KIB_BYTES * 4**k for k in range(8 if is_cuda else 3)]
+    for size_bytes in sizes:
+        elements = size_bytes // 2
+        for operation, passes, prepare in (
+            ("copy", 2, _copy),
+            ("add", 3, _add),
+            ("layer_norm", 2, _layer_norm),
+        ):
+            yield Case(
+                group="memory",
+                operation=operation,
+                shape=(elements,),
+                dtype="bf16",
+                bytes=passes * size_bytes,
+                flops=0.0,
+                prepare=partial(prepare, elements),
+            )
+        # Reads parameter, gradient and two states, writes all but the gradient.
+        yield Case(
+            group="memory",
+            operation="adamw",
+            shape=(size_bytes // 4,),
+            dtype="fp32",
+            bytes=7 * size_bytes,
+            flops=0.0,
+            prepare=partial(_adamw, size_bytes // 4),
+        )
+
+
+def _copy(elements: int, device: torch.device) -> Work:
+    source = _draw(device, "bf16", elements)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _add(elements: int, device: torch.device) -> Work:
+    a, b = _draw(device, "bf16", elements), _draw(device, "bf16", elements)
+    target = torch.empty_like(a)
+    return lambda: torch.add(a, b, out=target)
+
+
+def _layer_norm(elements: int, device: torch.device) -> Work:
+    rows = _draw(device, "bf16", elements // _NORM_WIDTH, _NORM_WIDTH)
+    weight = _draw(device, "bf16", _NORM_WIDTH)
+    return lambda: functional.layer_norm(rows, (_NORM_WIDTH,), weight)
+
+
+def _adamw(elements: int, device: torch.device) -> Work:
+    parameter = torch.nn.Parameter(_draw(device, "fp32", elements))
+    parameter.grad = _draw(device, "fp32", elements)
+    return torch.optim.AdamW([parameter], lr=1e-4, fused=True).step
+
+
+def _matrix_products(is_cuda: bool) -> Iterator[Case]:
+    """Squares, and a layer's products: y = x Wᵀ (nt), x's gradient (nn) and W's gradient (tn)."""
+    squares = (256, 512, 1024, 2048, 4096, 8192, 16384) if is_cuda else (64, 128, 256)
+    for size in squares:
+        yield _product("nt", size, size, size, "bf16")
+    for size in [s for s in squares if s <= 8192]:
+        yield _product("nt", size, size, size, "fp32")
+    if not is_cuda:
+        yield from (_product(layout, 64, 32, 128, "bf16") for layout in ("nn", "tn"))
+        return
+    for hidden, inner in ((896, 4864), (2048, 6144), (4096, 14336), (8192, 28672)):
+        for tokens in (1024, 4096, 16384):
+            for outer in (hidden, inner):
+                yield _product("nt", tokens, outer, hidden, "bf16")
+                yield _product("nn", tokens, hidden, outer, "bf16")
+                yield _product("tn", outer, hidden, tokens, "bf16")
+        yield _product("nt", 4096, 128256, hidden, "bf16")
+
+
+def _product(layout: str, m: int, n: int, k: int, dtype: str) -> Case:
+    elements = m * k + k * n + m * n
+    return Case(
+        group="matmul",
+        operation=f"matmul_{layout}",
+        shape=(m, n, k),
+        dtype=dtype,
+        bytes=elements * DTYPES[dtype].itemsize,
+        flops=2.0 * m * n * k,
+        prepare=partial(_multiply, layout, m, n, k, dtype),
+    )
+
+
+def _multiply(layout: str, m: int, n: int, k: int, dtype: str, device: torch.device) -> Work:
+    a = _draw(device, dtype, k, m).t() if layout[0] == "t" else _draw(device, dtype, m, k)
+    b = _draw(device, dtype, n, k).t() if layout[1] == "t" else _draw(device, dtype, k, n)
+    target = torch.empty((m, n), device=device, dtype=DTYPES[dtype])
+    return lambda: torch.mm(a, b, out=target)
+
+
+def _attention(device: torch.device) -> Iterator[Case]:
+    """Causal attention of 16,384 tokens, hidden size 2,048, four query heads to a key head."""
+    tokens, hidden = (16384, 2048) if device.type == "cuda" else (128, 64)
+    lengths = (1024, 4096, 16384) if device.type == "cuda" else (64,)
+    for head_dim in (64, 128) if device.type == "cuda" else (16,):
+        for length in lengths:
+            heads = hidden // head_dim
+            shape = AttentionShape(
+                batch=tokens // length,
+                heads=heads,
+                kv_heads=heads // 4,
+                head_dim=head_dim,
+                sequence_length=length,
+                causal=True,
+            )
+            for kernel in ("sdpa", "triton"):
+                if reason_to_skip(kernel, shape, torch.bfloat16, device) is None:
+                    yield _attend_case(kernel, shape, backward=False)
+                    yield _attend_case(kernel, shape, backward=True)
+
+
+def _attend_case(kernel: str, shape: AttentionShape, *, backward: bool) -> Case:
+    tokens = shape.batch * shape.sequence_length
+    query_bytes = 2 * tokens * shape.heads * shape.head_dim
+    key_bytes = 2 * tokens * shape.kv_heads * shape.head_dim
+    # Q, K, V, O; the backward reads these and O's gradient and writes those of Q, K, V.
+    moved = 4 * query_bytes + 4 * key_bytes if backward else 2 * query_bytes + 2 * key_bytes
+    return Case(
+        group="attention",
+        operation=f"attention_{'backward' if backward else 'forward'}_{kernel}",
+        shape=(
+            *(shape.batch, shape.heads, shape.kv_heads),
+            *(shape.sequence_length, shape.head_dim),
+        ),
+        dtype="bf16",
+        bytes=moved,
+        flops=shape.forward_flops() * (_BACKWARD_FLOPS_FACTOR if backward else 1.0),
+        prepare=partial(_attend, kernel, shape, backward),
+    )
+
+
+def _attend(kernel: str, shape: AttentionShape, backward: bool, device: torch.device) -> Work:
+    size = (shape.batch, shape.heads, shape.sequence_length, shape.head_dim)
+    key_size = (shape.batch, shape.kv_heads, shape.sequence_length, shape.head_dim)
+    inputs = [_draw(device, "bf16", *s).requires_grad_() for s in (size, key_size, key_size)]
+    attend = KERNELS[kernel](shape)
+    if not backward:
+        return torch.no_grad()(lambda: attend(*inputs))
+    output, upstream = attend(*inputs), _draw(device, "bf16", *size)
+    return lambda: torch.autograd.grad(output, inputs, upstream, retain_graph=True)
+
+
+def collective_sizes(is_cuda: bool) -> list[int]:
+    """Return the bytes of the full buffers that collectives are measured with."""
+    largest = GIB_BYTES if is_cuda else 64 * KIB_BYTES
+    sizes = [8 * KIB_BYTES * 8**k for k in range(7)]
+    return [*(size for size in sizes if size < largest), largest]

@@ -1,0 +1,93 @@
+"""The job `calibrate` on the CPU: small sizes, the real collectives of two gloo processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from planner.calibration import Curve
+from planner.errors import PlanError
+from runners.contract import JobSpec
+from runners.jobs.calibrate import parse_calibration
+from runners.jobs.calibrate_cases import local_cases
+from runners.launch import job_command
+
+ROOT = Path(__file__).parents[3]
+
+
+def _run(out: Path, ranks: int, budget_s: float) -> tuple[int, dict[str, Any]]:
+    spec = {
+        "schema": 1,
+        "kind": "calibrate",
+        "world": "cpu",
+        "calibration": {"world_size": ranks, "budget_s": budget_s},
+    }
+    out.mkdir()
+    (out / "spec.json").write_text(json.dumps(spec))
+    command = job_command(JobSpec.from_dict(spec), out)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=300)
+    return done.returncode, json.loads((out / "result.json").read_text())
+
+
+def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:
+    code, result = _run(tmp_path / "run", ranks=2, budget_s=200.0)
+    assert (code, result["outcome"]) == (0, "done"), result["error"]
+    curves = [Curve.from_dict(curve) for curve in result["measured"]["curves"]]
+    assert all(curve.time_s > 0 and curve.n >= 5 for curve in curves)
+    collectives = [curve for curve in curves if curve.operation == "all_gather"]
+    assert [(c.bytes, c.shape) for c in collectives] == [(8192, (4096, 2)), (65536, (32768, 2))]
+    operations = {curve.operation for curve in curves}
+    assert {"all_reduce", "reduce_scatter", "matmul_nt", "attention_backward_sdpa"} < operations
+    assert {"copy", "add", "layer_norm", "adamw", "launch_matmul", "synchronize"} < operations
+    assert result["measured"]["left_out"] == []
+    events = (tmp_path / "run" / "events-rank0.jsonl").read_text().splitlines()
+    phases = [json.loads(line).get("name") for line in events]
+    assert [name for name in dict.fromkeys(phases) if name] == [
+        *("collectives", "launch", "memory", "matmul", "attention")
+    ]
+
+
+def test_points_say_what_they_move_and_compute() -> None:
+    cases = {
+        (c.operation, c.shape): c
+        for c in local_cases(torch.device("cpu"))
+        if c.dtype == "bf16" or c.operation == "adamw"
+    }
+    product = cases["matmul_nt", (128, 128, 128)]
+    assert (product.flops, product.bytes) == (2 * 128**3, 2 * 3 * 128**2)
+    # 64 KiB of bf16 read and written; AdamW reads four fp32 tensors and writes three.
+    assert cases["copy", (32768,)].bytes == 2 * 65536
+    assert cases["adamw", (16384,)].bytes == 7 * 65536
+    # Q and O of 128 tokens x 64, K and V of 128 x 16; 4 B H S S D / 2 flops.
+    forward = cases["attention_forward_sdpa", (2, 4, 1, 64, 16)]
+    assert forward.bytes == 2 * (2 * 128 * 64 + 2 * 128 * 16)
+    assert forward.flops == 4 * 2 * 4 * 64 * 64 * 16 / 2
+    assert cases["attention_backward_sdpa", (2, 4, 1, 64, 16)].flops == 2.5 * forward.flops
+
+
+def test_nothing_is_begun_after_the_budget(tmp_path: Path) -> None:
+    code, result = _run(tmp_path / "run", ranks=1, budget_s=1e-9)
+    assert (code, result["outcome"]) == (0, "done")
+    assert result["measured"]["curves"] == []
+    assert len(result["measured"]["left_out"]) == len(local_cases(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (None, "calibration"),
+        ({"world_size": 0, "budget_s": 1}, "calibration.world_size"),
+        ({"world_size": 2, "budget_s": -1}, "calibration.budget_s"),
+        ({"world_size": 2, "budget_s": 1, "colour": 3}, "colour"),
+    ],
+)
+def test_a_bad_spec_names_its_field(given: Any, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        parse_calibration(given)
