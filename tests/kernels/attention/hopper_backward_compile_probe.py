@@ -1,0 +1,86 @@
+"""Compile the fused Hopper backward for sm_90a without a GPU; print what ptxas says as JSON lines.
+
+Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
+head_dim:dtype:causal:masked, dtype being bf16 or fp16.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kernels.attention import hopper_backward_device as device
+from kernels.attention.hopper_backward import KEYS, TILES
+
+GLUON = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+
+
+def describe(shape: list[int], dtype: str) -> str:
+    """Return the type of a host tensor descriptor with tiles of `shape`."""
+    layout = gl.NVMMASharedLayout.get_default_for(shape, GLUON[dtype])
+    return f"tensordesc<{dtype}{shape},{layout!r}>"
+
+
+def compile_one(request: str) -> dict[str, Any]:
+    """Compile one request and return spilled bytes, shared memory and what the PTX holds."""
+    head_dim, dtype, causal, masked = request.split(":")
+    columns, half = int(head_dim), KEYS // 2
+    tile = TILES[columns]
+    constants = {
+        "BM": tile.queries,
+        "D": columns,
+        "STAGES": tile.stages,
+        "AHEAD": tile.ahead,
+        "CAUSAL": causal == "1",
+        "MASKED": masked == "1",
+        "DS_LAYOUT": gl.NVMMASharedLayout.get_default_for([half, tile.queries], GLUON[dtype]),
+        "REGISTERS": tile.registers,
+    }
+    rows = describe([1, 1, tile.queries, columns], dtype)
+    keys = describe([1, 1, half, columns], dtype)
+    row_values = describe([tile.queries], "fp32")
+    types = {"q_d": rows, "do_d": rows, "lse_d": row_values, "delta_d": row_values}
+    types |= dict.fromkeys(("k_d", "v_d", "dk_d", "dv_d"), keys)
+    types["dq_d"] = describe([1, 1, tile.queries, columns // 2], "fp32")
+    types |= dict.fromkeys(("scale", "scale_log2"), "fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in device.backward_kernel.arg_names}
+    source = GluonASTSource(device.backward_kernel, signature, constants, {})
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": 4}
+    compiled = triton.compile(source, target=target, options=options)
+    report = {"request": request, "shared_bytes": compiled.metadata.shared}
+    return report | assemble(compiled.asm["ptx"])
+
+
+def assemble(ptx: str) -> dict[str, Any]:
+    """Run ptxas on `ptx`; return spilled bytes, serialisation and instruction counts."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert spilled, log
+    return {
+        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
+        "serialised": "serialized" in log,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "setmaxnreg": ptx.count("setmaxnreg"),
+        "reductions": ptx.count("cp.reduce.async.bulk.tensor"),
+    }
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    for argument in sys.argv[1:]:
+        print(json.dumps(compile_one(argument)), flush=True)
