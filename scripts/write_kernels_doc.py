@@ -1,0 +1,185 @@
+"""Write docs/kernels.md from recorded/kernels/: our kernels beside their peers. Part of `make accuracy`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from planner.units import MIB_BYTES
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "kernels.md"
+ROWS = ROOT / "recorded" / "kernels"
+# What a row says of where it was measured; the rest is its case and its figures.
+PLACE = ("operation", "device", "driver", "torch", "triton", "cuda", "cudnn", "transformers")
+TABLE_CASE = ("head_dim", "heads", "kv_heads", "causal")
+SHOWN_ERROR_CHARACTERS = 80
+Row = Mapping[str, Any]
+HEAD = """# Kernels
+
+Written by `make accuracy` from `recorded/kernels/`; do not edit. All kernels are exact unless their
+section says otherwise, none stores the scores, and each folder of `kernels/` holds a `reference.py`
+that the tests compare with in float64.
+
+## Attention: which kernel runs
+
+`flash_attention` has two backends, chosen for each call and direction by one rule
+(`kernels/attention/dispatch.py`):
+
+| backend | written in | takes |
+|---|---|---|
+| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups, a persistent list of tiles | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, head size up to 128, full and causal masks, address and strides in multiples of 16 bytes |
+| `triton` | portable Triton | everything else: other GPUs, fp32, larger heads, windows, prefixes, block tables, documents, softcap, sinks |
+
+`PEAKMARK_ATTENTION_BACKEND` (`auto`, `hopper`, `triton`) overrules the rule; forcing `hopper` on what
+it cannot do is an error that names the reason. Rows of the job `attention` hold which backend ran in
+each direction. Beside its results the `hopper` forward holds one tile list for each shape, kept for
+the next call: 4 (1 + multiprocessors + B Hq ceil(S / R)) bytes, R = 192 rows at head sizes up to 64,
+else 128.
+"""
+HOW = """
+Every figure compares kernels inside one process on one GPU, in turns, by medians of CUDA-event
+timings with the L2 cache flushed; `ratio` is the peer's time over ours, above 1 where ours is faster.
+Rates count 4 B Hq S^2 D operations for a forward, half of it if causal, 2.5 times that for a backward.
+"""
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Return the rows of every file, in the order of their names; of one case the last row stays."""
+    newest: dict[str, Row] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            # Figures are floats; what is not says which case it is.
+            case = {k: v for k, v in row.items() if not isinstance(v, float) and k != "error"}
+            newest[json.dumps(case, sort_keys=True)] = row
+    return list(newest.values())
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the document."""
+    lines = [HEAD]
+    if rows:
+        lines.append(HOW)
+    operations = dict.fromkeys(str(row["operation"]) for row in rows)
+    for operation in sorted(operations, key=lambda name: (name != "attention", name)):
+        found = [row for row in rows if row["operation"] == operation]
+        for place in dict.fromkeys(map(describe_place, found)):
+            here = [row for row in found if describe_place(row) == place]
+            section = attention_section if operation == "attention" else other_section
+            lines += [f"\n## {title(operation)}\n\n{place}.\n", *section(here)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def title(operation: str) -> str:
+    """Return an operation's name as a heading."""
+    return operation.replace("_", " ").capitalize() + ", measured"
+
+
+def describe_place(row: Row) -> str:
+    """Return device and versions in one line."""
+    words = [str(row["device"])]
+    words += [f"{key} {row[key]}" for key in PLACE[2:] if row.get(key) is not None]
+    return ", ".join(words)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return exp(mean(log(values)))."""
+    return math.exp(fmean(map(math.log, values)))
+
+
+def attention_section(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a summary and one table for each direction: a line per case, a column per length."""
+    for direction in ("forward", "backward"):
+        found = [row for row in rows if row.get("direction") == direction]
+        if not found:
+            continue
+        ratios = [row["ratio"] for row in found]
+        yield (
+            f"**{direction.capitalize()}**, TFLOP/s ours / peer (ratio): geometric mean of "
+            f"{len(ratios)} ratios {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}.\n"
+        )
+        yield from length_table(found)
+        yield ""
+    yield from errors_of(rows)
+
+
+def length_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a table of cases by sequence length."""
+    lengths = sorted({row["seq"] for row in rows})
+    yield "| D | heads | mask | ours | peer | " + " | ".join(f"{n:,}" for n in lengths) + " |"
+    yield "|--:|---|---|---|---|" + "--:|" * len(lengths)
+    names = (*TABLE_CASE, "backend", "peer")
+    for case in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        cells = []
+        for length in lengths:
+            here = [
+                row
+                for row in rows
+                if row["seq"] == length and tuple(row[name] for name in names) == case
+            ]
+            cells.append(rates(here[-1]) if here else "")
+        head_dim, heads, kv_heads, causal, backend, peer = case
+        mask = "causal" if causal else "full"
+        yield f"| {head_dim} | {heads}/{kv_heads} | {mask} | {backend} | {peer} | " + (
+            " | ".join(cells) + " |"
+        )
+
+
+def rates(row: Row) -> str:
+    """Return both rates in TFLOP/s and the ratio."""
+    ours, peer = (row[name] / 1e12 for name in ("ours_flop_s", "peer_flop_s"))
+    return f"{ours:.0f} / {peer:.0f} ({row['ratio']:.2f})"
+
+
+def errors_of(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for each case that ended in an error."""
+    for row in rows:
+        if "error" in row:
+            case = ", ".join(f"{k} {v}" for k, v in row.items() if k not in (*PLACE, "error"))
+            yield f"- {case}: {str(row['error'])[:SHOWN_ERROR_CHARACTERS]}"
+
+
+def other_section(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield one table for each set of columns, as the benchmark reported them."""
+    good = [row for row in rows if "error" not in row]
+    columns = [tuple(name for name in row if name not in PLACE) for row in good]
+    for names in dict.fromkeys(columns):
+        yield "| " + " | ".join(map(heading, names)) + " |"
+        yield "|" + "--:|" * len(names)
+        for row, own in zip(good, columns, strict=True):
+            if own == names:
+                yield "| " + " | ".join(cell(name, row[name]) for name in names) + " |"
+        yield ""
+    yield from errors_of(rows)
+
+
+def heading(name: str) -> str:
+    """Return a column's heading with the unit that `cell` shows."""
+    for ending, unit in (("_flop_s", "TFLOP/s"), ("_bytes_per_s", "TB/s"), ("_s", "ms")):
+        if name.endswith(ending):
+            return f"{name.removesuffix(ending).replace('_', ' ')}, {unit}"
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')}, MiB"
+    return name.replace("_", " ")
+
+
+def cell(name: str, value: Any) -> str:
+    """Return a value in its column's unit."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if name.endswith(("_flop_s", "_bytes_per_s")):
+        return f"{value / 1e12:.3g}"
+    if name.endswith("_s"):
+        return f"{value * 1e3:.4g}"
+    if name.endswith("_bytes"):
+        return f"{value / MIB_BYTES:,.1f}"
+    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render(read_rows(ROWS)), encoding="utf-8")
