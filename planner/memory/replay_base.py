@@ -13,7 +13,7 @@ from planner.memory.optimizers import (
     step_temporaries,
     tensor_states,
 )
-from planner.memory.replay import Memory
+from planner.memory.replay import MAX_MICRO_BATCHES, MAX_UNREDUCED_MICRO_BATCHES, Memory
 from planner.model import ModelSpec
 from planner.workload import TrainingWorkload
 
@@ -31,6 +31,11 @@ class EngineBase:
         self._workspace_bytes = workspaces_bytes // 2
         self._multiplies_for_angles = spec.multiplies_for_angles
         self.reduces_each, self._reduces = workload.sync_each_micro_batch, True
+
+    @property
+    def repeats_from(self) -> int:
+        """Micro-batches of a step after which one more finds what the last found."""
+        return MAX_MICRO_BATCHES if self.reduces_each else MAX_UNREDUCED_MICRO_BATCHES
 
     def start_micro_batch(self, is_last: bool) -> None:
         """Reduce gradients in this micro-batch, or leave them whole to the last."""
