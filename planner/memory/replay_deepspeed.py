@@ -120,8 +120,13 @@ class DeepSpeedReplay(EngineBase):
             return
         for number, numel in enumerate(self._numels):
             kept = ("small", number) if numel <= PERSISTENT_NUMEL else "hooked"
-            self._memory.take(kept, -(-numel // self._ranks) * self._ranks * BF16_BYTES)
+            size_bytes = -(-numel // self._ranks) * self._ranks * BF16_BYTES
+            self._memory.take(kept, size_bytes)
             self._memory.give("hooked")
+            if numel <= PERSISTENT_NUMEL:
+                # The first step, which learns the order, fetches and releases these too.
+                self._memory.take("fetched", size_bytes, _GATHER_STREAM)
+                self._memory.give("fetched")
 
     def start_micro_batch(self, is_last: bool) -> None:
         """Only the last micro-batch ends in a step; stage 1 reduces in that one alone."""
