@@ -13,6 +13,7 @@ from db.measurements import measurements
 from planner.communication import NETWORK_ID, link_bytes_s
 from planner.interconnects import interconnect, interconnects
 from planner.plan import Plan, plan_hash
+from planner.same_run import geometric_mean, same_run_pairs
 from planner.workload import Engine
 from planner.zero import plan_links, remainder, stage_savings, training, work_of, zero_table
 
@@ -97,6 +98,45 @@ def _measured(url: str, work: str) -> list[dict[str, Any]]:
             place = (row["engine"], row["zero_stage"], row["world_size"])
             found[place] = {**row, "id": seen.id, "world": str(seen.spec["world"])}
     return list(found.values())
+
+
+def timed_like(plan: Plan) -> list[dict[str, Any]]:
+    """Return the pairs of engines timed in turns at the plan's work (see `SameRunPair.to_dict`)."""
+    return _timed(display_name(resolve_url(None)), work_of(plan.to_dict())[0])
+
+
+@st.cache_data(max_entries=20, ttl=MEASURED_TTL_S, show_spinner=False)
+def _timed(url: str, work: str) -> list[dict[str, Any]]:
+    seen = measurements(services.database())
+    pairs = same_run_pairs((one.spec, one.measured) for one in seen)
+    return [pair.to_dict() for pair in pairs if work_of(pair.plan)[0] == work]
+
+
+def timed_sentence(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Say how our engine's step compares with its peers' in the same run."""
+    ratios = [line["ratio"] for line in lines]
+    peers = ", ".join(dict.fromkeys(str(line["peer"]) for line in lines))
+    return (
+        f"Step time of ours over {peers}, in turns on one GPU in one run: geometric mean "
+        f"**{geometric_mean(ratios):.3f}** over {len(ratios)} "
+        f"{'pair' if len(ratios) == 1 else 'pairs'}. Busy: the GPU runs something; idle: it waits for "
+        "launches; host: the time to start a step's work. One rank alone: copies stand in for gathers."
+    )
+
+
+def timed_table(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the pairs for people: times in ms to a tenth, ratios to three digits."""
+    skipped = ("model", "checkpointing")
+    return [
+        {
+            name.replace("_", " "): round(value, 3 if name == "ratio" else 1)
+            if isinstance(value, float)
+            else value
+            for name, value in line.items()
+            if name not in skipped
+        }
+        for line in lines
+    ]
 
 
 def measured_row(

@@ -15,7 +15,9 @@ from planner.memory.parallel import is_split
 from planner.memory.stages import step_memory
 from planner.payloads import step_payloads
 from planner.plan import Plan, parse_plan
+from planner.real_ranks import RealRun, real_runs
 from planner.records import Kind, RecordedRow, read_file
+from planner.same_run import SameRunPair, geometric_mean, same_run_pairs
 from planner.units import GIB_BYTES, format_count
 from planner.workload import Engine, TrainingWorkload, written_dict
 from planner.zero import named_parts, work_of
@@ -56,6 +58,21 @@ model of this size; a larger one saves more than they take. All three are knobs
 (`reduce_bucket_size`, `stage3_max_live_parameters`, `stage3_max_reuse_distance`). What stays gathered
 is not fetched again for the backward: where the whole model stays, stage 3 sends no more than stage 2.
 """
+HOW_TIMED = """
+`python -m runners.bench_engines recorded/matrices/same_run.json OUT` runs each plan four times on one
+GPU, ours, FSDP2, FSDP2, ours, each in a fresh process with at least 10 timed steps; the medians are over
+both turns. **busy** is how long the GPU ran anything in a step (from a trace of one step more), **idle**
+the rest: it waits for launches, for the host. **host** is how long the host took to start a step; where
+the GPU is behind, it waits for room in the queue, and this is a bound. Alone (`solo`), local copies stand in
+for gathers and reductions.
+"""
+HOW_REAL = """
+World `nccl`, one process per GPU, beside the same plan in `solo` (alone); rank 0, sizes in GiB.
+**exposed** is how long only collectives ran in a traced step, on the rank where that was least: what a
+step waits for. A collective's time is that of its NCCL kernels on the rank that waited least for the
+others; GB/s are bus bandwidth. **losses**: the largest difference of a step's loss from our engine's
+stage 0, over the measured steps.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +96,6 @@ class Point:
     def measured_bytes(self) -> int:
         """The measured peak."""
         return int(self.row.measured["allocated_bytes"])
-
-    @property
-    def machine(self) -> tuple[str, str]:
-        """The GPU and host of the run: step times compare within one."""
-        environment = self.row.environment
-        return str(environment["gpu"]["uuid"]), str(environment["host"])
 
     @property
     def counted(self) -> dict[str, tuple[int, int]]:
@@ -173,16 +184,19 @@ def _point(row: RecordedRow, plan: Plan, predicted: Mapping[str, float]) -> Poin
     )
 
 
-def render(groups: Mapping[str, Sequence[Point]]) -> str:
+def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -> str:
     """Return the document; the same rows always give the same text."""
-    parts = [HEAD.rstrip("\n"), *_summary(groups)]
+    pairs = same_run_pairs((row.spec, row.measured) for row in rows)
+    parts = [HEAD.rstrip("\n"), *_summary(groups, pairs)]
     for title, points in groups.items():
-        parts += _group(title, points)
+        parts += _group(title, points, pairs)
+    parts += _timed(pairs)
+    parts += _real([run for run in real_runs(rows) if run.exposed_s is not None])
     parts += _deepspeed(groups)
     return "\n".join(parts) + "\n"
 
 
-def _summary(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
+def _summary(groups: Mapping[str, Sequence[Point]], timed: Sequence[SameRunPair]) -> Iterator[str]:
     points = [point for found in groups.values() for point in found]
     yield "\n## In short\n"
     yield f"Measured steps: {len(points)}. Models with their workloads: {len(groups)}.\n"
@@ -202,6 +216,7 @@ def _summary(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
             f"({len(ours)} runs)."
         )
     yield from _against_peers(groups)
+    yield from _timed_in_short(timed)
 
 
 def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
@@ -219,13 +234,20 @@ def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
             f"  - above {spread.engine} {spread.zero_stage} x {spread.world_size}, {_title(peer.plan)}: "
             f"{100 * (_ratio(own, peer) - 1):+.2f} %."
         )
-    times = [t for own, peer in pairs if (t := _time_ratio(own, peer)) and _is_fsdp2(peer)]
-    if times:
-        yield (
-            f"- Step time, ours / FSDP2 on the same GPU in the same run (N copies of a shard stand in "
-            f"for gathers): median {median(times):.2f}, from {min(times):.2f} to {max(times):.2f} "
-            f"({len(times)} pairs)."
-        )
+
+
+def _timed_in_short(timed: Sequence[SameRunPair]) -> Iterator[str]:
+    if not timed:
+        return
+    ratios = [pair.ratio for pair in timed]
+    faster = sum(ratio <= 1.0 for ratio in ratios)
+    busy = [ratio for pair in timed if (ratio := pair.busy_ratio) is not None]
+    alone = f"; of the GPU's busy time alone {geometric_mean(busy):.3f}" if busy else ""
+    yield (
+        f"- Step time, ours / FSDP2 in turns on one GPU in one run: geometric mean "
+        f"{geometric_mean(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}, at or below 1.00 in "
+        f"{faster} of {len(ratios)} pairs{alone}."
+    )
 
 
 def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
@@ -246,23 +268,20 @@ def _ratio(own: Point, peer: Point) -> float:
     return own.measured_bytes / peer.measured_bytes
 
 
-def _is_fsdp2(point: Point) -> bool:
-    return point.plan.parallelism.engine is Engine.FSDP2
-
-
-def _time_ratio(own: Point, peer: Point) -> float | None:
-    """Step time of ours over the peer's, where one GPU ran both."""
-    ours, theirs = (point.row.measured.get("step_time_s") for point in (own, peer))
-    if own.machine != peer.machine or not ours or not theirs:
-        return None
-    return float(ours / theirs)
+def _time_ratio(peer: Point, timed: Sequence[SameRunPair]) -> float | None:
+    """Step time of the peer over ours, from the newest run that timed both in turns."""
+    work = work_of(peer.row.spec["plan"])[0]
+    spread = peer.plan.parallelism
+    place = (str(spread.engine), spread.zero_stage, spread.world_size)
+    found = [p for p in timed if p.place == place and work_of(p.plan)[0] == work]
+    return 1 / found[-1].ratio if found and peer.row.spec["world"] == "solo" else None
 
 
 def _above_percent(point: Point) -> float:
     return 100 * (point.measured_bytes - point.ideal_bytes) / point.ideal_bytes
 
 
-def _group(title: str, points: Sequence[Point]) -> Iterator[str]:
+def _group(title: str, points: Sequence[Point], timed: Sequence[SameRunPair]) -> Iterator[str]:
     model = points[0].plan.model
     yield f"\n## {title}\n"
     yield f"{format_count(model.parameters)} parameters, {model.num_layers} layers.\n"
@@ -273,7 +292,7 @@ def _group(title: str, points: Sequence[Point]) -> Iterator[str]:
     yield "|---|--:|--:|" + "--:|" * 13 + "--:|"
     for point in points:
         yield _line(point)
-    yield from _side_by_side(points)
+    yield from _side_by_side(points, timed)
 
 
 def _line(point: Point) -> str:
@@ -313,19 +332,95 @@ def _gib(size_bytes: float) -> str:
     return f"{size_bytes / GIB_BYTES:.2f}"
 
 
-def _side_by_side(points: Sequence[Point]) -> Iterator[str]:
+def _side_by_side(points: Sequence[Point], timed: Sequence[SameRunPair]) -> Iterator[str]:
     pairs = _pairs(points)
     if not pairs:
         return
-    yield "\nPeers beside our engine at the same stage and N: peak, and step time where one GPU ran both.\n"
+    yield "\nPeers beside our engine at the same stage and N: peak, and step time in the same run.\n"
     yield "| stage | N | peer | peer's peak / ours | peer's time / ours |\n|--:|--:|---|--:|--:|"
     for own, peer in sorted(pairs, key=lambda pair: (pair[1].place[1:], pair[1].place[0])):
-        spread, time = peer.plan.parallelism, _time_ratio(own, peer)
+        spread, time = peer.plan.parallelism, _time_ratio(peer, timed)
         world = "" if peer.row.spec["world"] == "solo" else f" ({peer.row.spec['world']})"
         yield (
             f"| {spread.zero_stage} | {spread.world_size:,} | {spread.engine}{world} "
-            f"| {1 / _ratio(own, peer):.3f} | {f'{1 / time:.2f}' if time else '-'} |"
+            f"| {1 / _ratio(own, peer):.3f} | {f'{time:.3f}' if time else '-'} |"
         )
+
+
+def _timed(timed: Sequence[SameRunPair]) -> Iterator[str]:
+    """Tabulate the pairs timed in turns, in milliseconds."""
+    if not timed:
+        return
+    yield "\n## Step time in the same run"
+    yield HOW_TIMED
+    yield (
+        "| model | checkpointing | stage | N | ours | FSDP2 | ours / FSDP2 | busy: ours | FSDP2 "
+        "| ours / FSDP2 | idle: ours | FSDP2 | host: ours | FSDP2 |"
+    )
+    yield "|---|---|--:|--:|" + "--:|" * 10
+    for pair in timed:
+        cells = pair.to_dict()
+        busy = (*_ms_of(cells, "busy"), _ratio_cell(pair.busy_ratio))
+        figures = (
+            *(f"{cells['ours_ms']:.1f}", f"{cells['peer_ms']:.1f}", f"{pair.ratio:.3f}"),
+            *(*busy, *_ms_of(cells, "idle"), *_ms_of(cells, "host")),
+        )
+        name = str(cells["model"]).rsplit("/", 1)[-1]
+        place = (name, cells["checkpointing"], str(cells["stage"]), f"{cells['ranks']:,}")
+        yield f"| {' | '.join((*place, *figures))} |"
+
+
+def _ms_of(cells: Mapping[str, Any], figure: str) -> tuple[str, ...]:
+    values = (cells[f"{side}_{figure}_ms"] for side in ("ours", "peer"))
+    return tuple("-" if value is None else f"{value:.1f}" for value in values)
+
+
+def _ratio_cell(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def _real(runs: Sequence[RealRun]) -> Iterator[str]:
+    """Tabulate runs over NCCL beside the same plan alone."""
+    if not runs:
+        return
+    yield "\n## Real ranks beside one alone"
+    yield HOW_REAL
+    yield (
+        "| plan | engine | stage | N | allocated | alone | reserved | alone | device | alone | step ms "
+        "| alone | exposed ms | collectives | losses |"
+    )
+    yield "|---|---|--:|--:|" + "--:|" * 9 + "---|--:|"
+    for run in runs:
+        yield _real_line(run)
+
+
+def _real_line(run: RealRun) -> str:
+    plan = parse_plan(run.row.spec["plan"])
+    spread = plan.parallelism
+    seen = run.row.measured
+    alone = {} if run.alone is None else run.alone.measured
+    sizes = [
+        _gib(found[key]) if found.get(key) else "-"
+        for key in ("allocated_bytes", "reserved_bytes", "device_bytes")
+        for found in (seen, alone)
+    ]
+    times = [
+        f"{1000 * s:.1f}" if (s := found.get("step_time_s")) else "-" for found in (seen, alone)
+    ]
+    sent = "; ".join(
+        f"{one.collective.replace('_', '-')} {one.calls} x, {_gib(one.payload_bytes)} GiB in "
+        f"{1000 * one.time_s:.1f} ms, {one.bus_bytes_s / 1e9:.0f} GB/s"
+        for one in run.collectives()
+    )
+    exposed, losses = run.exposed_s, run.loss_distance
+    cells = (
+        *(_title(plan), str(spread.engine), str(spread.zero_stage), str(spread.world_size)),
+        *(*sizes, *times),
+        "-" if exposed is None else f"{1000 * exposed:.1f}",
+        sent or "-",
+        "-" if losses is None else f"{losses:.1e}" if losses else "equal",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def _deepspeed(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
@@ -353,7 +448,7 @@ def _deepspeed(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
 
 def main() -> None:
     """Write the document of this repository."""
-    DOCUMENT.write_text(render(gather(ROOT)))
+    DOCUMENT.write_text(render(gather(ROOT), recorded_rows(ROOT)))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def show_zero_page() -> None:
         else:
             _holds(found["rows"], measured, plan.hardware.visible_bytes)
             _sends(found["rows"], plan)
+        _timed(zero_rows.timed_like(plan))
         _refused(found["refused"])
 
 
@@ -172,6 +173,15 @@ def _sends(rows: Sequence[Mapping[str, Any]], plan: Plan) -> None:
     )
     st.markdown("### Collective by collective")
     show_table([_in_unit(line) for line in lines], key="zero_sent", title="Collectives of a step")
+
+
+def _timed(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Draw what engines took in turns on one GPU, where a run timed this work so."""
+    if not lines:
+        return
+    st.markdown("### Step time in the same run")
+    st.caption(zero_rows.timed_sentence(lines))
+    show_table(zero_rows.timed_table(lines), key="zero_timed", title="Engines timed in turns")
 
 
 def _refused(refused: Mapping[str, str]) -> None:

@@ -93,3 +93,19 @@ def test_a_measurement_counts_for_the_same_work_only() -> None:
     }
     assert zero_rows.measured_row(work, {**plan, "model": {"preset": "b"}}, measured) is None
     assert zero_rows.measured_row(work, plan, {"allocated_bytes": None}) is None
+
+
+def test_engines_timed_in_turns_are_told_with_their_mean() -> None:
+    pairs: list[dict[str, Any]] = [
+        {"model": "m", "checkpointing": "none", "peer": "fsdp2", "ratio": 0.5, "ours_ms": 1.26},
+        {"model": "m", "checkpointing": "none", "peer": "fsdp2", "ratio": 2.0, "ours_ms": None},
+    ]
+    assert zero_rows.timed_table(pairs) == [
+        {"peer": "fsdp2", "ratio": 0.5, "ours ms": 1.3},
+        {"peer": "fsdp2", "ratio": 2.0, "ours ms": None},
+    ]
+    said = zero_rows.timed_sentence(pairs)
+    assert said.startswith(
+        "Step time of ours over fsdp2, in turns on one GPU in one run: geometric"
+    )
+    assert "mean **1.000** over 2 pairs" in said

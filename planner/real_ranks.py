@@ -1,0 +1,108 @@
+"""Real ranks over NCCL beside what one rank alone on its GPU had said of the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.communication import RING_PASSES
+from planner.records import Kind, RecordedRow
+from planner.zero import work_of
+
+REAL, ALONE = "nccl", "solo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTime:
+    """All calls of one collective in a traced step, on the rank that waited least for the others.
+
+    `bus_bytes_s` is what its link carried a second, as nccl-tests define it.
+    """
+
+    collective: str
+    calls: int
+    payload_bytes: int
+    time_s: float
+    bus_bytes_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealRun:
+    """A run over NCCL, the same plan's run in `solo` where there is one, and stage 0's losses."""
+
+    row: RecordedRow
+    alone: RecordedRow | None
+    reference: RecordedRow | None
+
+    @property
+    def exposed_s(self) -> float | None:
+        """How long only collectives ran in the traced step, on the rank where that was least."""
+        ranks = self.row.measured.get("kernel_times")
+        return min(float(rank["exposed_s"]) for rank in ranks) if ranks else None
+
+    @property
+    def loss_distance(self) -> float | None:
+        """Largest difference of a step's loss from stage 0's; None where there is none to compare."""
+        if self.reference is None:
+            return None
+        ours, theirs = (row.measured.get("losses") for row in (self.row, self.reference))
+        if not ours or not theirs or None in ours or None in theirs:
+            return None
+        return max(abs(float(a) - float(b)) for a, b in zip(ours, theirs, strict=False))
+
+    def collectives(self) -> list[CollectiveTime]:
+        """Return the time of each collective; empty where no step was traced."""
+        counted = self.row.measured.get("communication") or {}
+        ranks = self.row.measured.get("kernel_times") or []
+        num_ranks = self.row.spec["plan"]["parallelism"]["world_size"]
+        found = []
+        for name, sent in counted.items():
+            seen = [rank["collectives"][name] for rank in ranks if name in rank["collectives"]]
+            if seen:
+                time_s = min(one["time_s"] for one in seen)
+                moved = RING_PASSES.get(name, 1) * sent["bytes"] * (num_ranks - 1) / num_ranks
+                found.append(
+                    CollectiveTime(
+                        collective=name,
+                        calls=seen[0]["calls"],
+                        payload_bytes=sent["bytes"],
+                        time_s=time_s,
+                        bus_bytes_s=moved / time_s,
+                    )
+                )
+        return found
+
+
+def real_runs(rows: Iterable[RecordedRow]) -> list[RealRun]:
+    """Return every plan's newest run over NCCL, in the order of what they compute."""
+    newest: dict[tuple[str, str, str], RecordedRow] = {}
+    for row in sorted(rows, key=lambda row: row.recorded_at):
+        if row.kind is Kind.TRAIN_STEP and row.outcome == "done":
+            newest[_key(row.spec, str(row.spec["world"]))] = row
+    runs = [
+        RealRun(
+            row=row,
+            alone=newest.get((work, spread, ALONE)),
+            reference=newest.get(_stage_0(row.spec)),
+        )
+        for (work, spread, world), row in newest.items()
+        if world == REAL
+    ]
+    return sorted(runs, key=lambda run: _place(run.row))
+
+
+def _key(spec: Mapping[str, Any], world: str) -> tuple[str, str, str]:
+    work, spread = work_of(spec["plan"])
+    return work, str(spread), world
+
+
+def _stage_0(spec: Mapping[str, Any]) -> tuple[str, str, str]:
+    plan = spec["plan"]
+    spread = {**plan["parallelism"], "engine": "peakmark", "zero_stage": 0}
+    return _key({"plan": {**plan, "parallelism": spread}}, REAL)
+
+
+def _place(row: RecordedRow) -> tuple[Any, ...]:
+    work, spread = work_of(row.spec["plan"])
+    return work, spread["engine"] != "peakmark", spread["engine"], spread["zero_stage"]

@@ -1,0 +1,65 @@
+"""Real ranks beside one alone: which rows belong together, and rates worked out by hand."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from planner.real_ranks import real_runs
+from planner.records import Kind, RecordedRow, Role
+
+
+def _row(
+    world: str, minute: int, stage: int = 3, engine: str = "peakmark", **seen: Any
+) -> RecordedRow:
+    plan = {
+        "model": {"preset": "m"},
+        "parallelism": {"engine": engine, "zero_stage": stage, "world_size": 4},
+    }
+    return RecordedRow(
+        id=f"{minute:016}",
+        kind=Kind.TRAIN_STEP,
+        recorded_at=datetime(2026, 1, 1, 0, minute, tzinfo=UTC),
+        role=Role.EVIDENCE,
+        spec={"kind": "train_step", "world": world, "plan": plan},
+        outcome="done",
+        measured=seen,
+        environment={},
+    )
+
+
+def test_the_newest_row_of_each_plan_stands_beside_its_own_alone() -> None:
+    old, new = _row("nccl", 1), _row("nccl", 3, losses=[1.0, 2.5])
+    alone, other = _row("solo", 2), _row("solo", 4, stage=2)
+    first = _row("nccl", 0, stage=0, losses=[1.0, 2.0])
+    peer = _row("nccl", 5, engine="fsdp2", losses=[None, 2.0])
+    found = real_runs([old, new, alone, other, first, peer])
+    assert [run.row for run in found] == [first, new, peer]
+    assert [run.alone for run in found] == [None, alone, None]
+    assert [run.loss_distance for run in found] == [0.0, 0.5, None]
+    assert [run.exposed_s for run in found] == [None, None, None]
+
+
+def test_a_collective_takes_the_time_of_the_rank_that_waited_least() -> None:
+    def rank(gather_s: float, exposed_s: float) -> dict[str, Any]:
+        collectives = {
+            "all_gather": {"calls": 3, "time_s": gather_s},
+            "all_reduce": {"calls": 1, "time_s": 2.0},
+        }
+        return {"exposed_s": exposed_s, "collectives": collectives}
+
+    sent = {
+        "all_gather": {"calls": 3, "bytes": 800},
+        "all_reduce": {"calls": 1, "bytes": 400},
+        "reduce_scatter": {"calls": 1, "bytes": 4},
+    }
+    ranks = [rank(9.0, 0.5), rank(3.0, 0.25)]
+    [run] = real_runs([_row("nccl", 1, communication=sent, kernel_times=ranks)])
+    gather, reduce = run.collectives()
+    assert (gather.collective, gather.calls, gather.time_s) == ("all_gather", 3, 3.0)
+    # Three of four quarters of 800 bytes in 3 s; an all-reduce moves them twice.
+    assert gather.bus_bytes_s == pytest.approx(200.0)
+    assert reduce.bus_bytes_s == pytest.approx(2 * 300 / 2.0)
+    assert run.exposed_s == 0.25
