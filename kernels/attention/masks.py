@@ -118,15 +118,18 @@ def _cumulative(name: str, lengths: Sequence[int] | Tensor) -> Tensor:
         raise ValueError(
             f"{name} is {found.dtype} of shape {shape}; it must be whole numbers (N + 1)"
         )
-    readable = detect_fake_mode() is None and not torch.compiler.is_compiling()
-    if readable and (int(found[0]) != 0 or bool((found.diff() < 0).any())):
+    if _readable() and (int(found[0]) != 0 or bool((found.diff() < 0).any())):
         raise ValueError(f"{name} is {found.tolist()}; it must start at 0 and never fall")
     return found.long()
 
 
+def _readable() -> bool:
+    """Say whether values can be read: not while compiling or tracing with FakeTensors."""
+    return not torch.compiler.is_compiling() and detect_fake_mode() is None
+
+
 def _check_fits(name: str, cumulative: Tensor, length: int) -> None:
-    readable = detect_fake_mode() is None and not torch.compiler.is_compiling()
-    if readable and int(cumulative[-1]) > length:
+    if _readable() and int(cumulative[-1]) > length:
         raise ValueError(f"{name} ends at {int(cumulative[-1])}; it must end at {length} or before")
 
 

@@ -53,8 +53,10 @@ def make_inputs() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return make
 
 
-def assert_as_good_as_plain(name: str, ours: Tensor, exact: Tensor, plain: Tensor) -> None:
-    """Assert that our error is at most twice that of the same maths in plain low precision.
+def assert_as_good_as_plain(
+    name: str, ours: Tensor, exact: Tensor, plain: Tensor, factor: int = 2
+) -> None:
+    """Assert that our error is at most `factor` times that of the same maths in plain precision.
 
     The allowance on top is twice the rounding of `exact` around 0.3 in the tested dtype, and a
     hundredth of that dtype's epsilon, for gradients that are exactly zero (1e-5 in fp16).
@@ -63,7 +65,7 @@ def assert_as_good_as_plain(name: str, ours: Tensor, exact: Tensor, plain: Tenso
     rounded = exact.to(ours.dtype)
     allowance = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
     allowance += torch.finfo(ours.dtype).eps / 100
-    limit = 2 * (plain.double() - exact).abs().max().item() + allowance
+    limit = factor * (plain.double() - exact).abs().max().item() + allowance
     error = (ours.double() - exact).abs().max().item()
     assert error <= limit, f"{name} errs by {error}, allowed {limit}"
 
@@ -122,18 +124,18 @@ def assert_masked_accurate() -> Callable[..., None]:
         dout = options.pop("dout", dout)
         sinks = options.pop("sinks", None)
 
-        def run(
-            attention: Any, dtype: torch.dtype, **more: Any
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            leaves = tuple(t.detach().to(dtype).requires_grad_() for t in (q, k, v))
-            own = None if sinks is None else sinks.detach().to(dtype).requires_grad_()
+        def run(attention: Any, to: torch.dtype, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            leaves = tuple(t.detach().to(to).requires_grad_() for t in (q, k, v))
+            own = None if sinks is None else sinks.detach().to(to).requires_grad_()
             return results_and_gradients(attention, leaves, dout, sinks=own, **options, **more)
 
         lse, ours = run(flash_attention_with_lse, q.dtype, mask=case.mask)
         exact_lse, exact = run(reference_attention, torch.float64, visible=case.visible)
         _, plain = run(reference_attention, q.dtype, visible=case.visible, dtype=q.dtype)
+        # FlashAttention's own tests allow 3 times the error where a softcap is taken.
+        factor = 2 if options.get("softcap") is None else 3
         for name in ours:
-            assert_as_good_as_plain(name, ours[name], exact[name], plain[name])
+            assert_as_good_as_plain(name, ours[name], exact[name], plain[name], factor)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
     return check
