@@ -24,14 +24,25 @@ def install_chunked_loss(model: nn.Module) -> None:
     The model's modules stay as they are; only its `forward` after the last norm is ours. The output
     has a loss and no logits. Raises ValueError for a head that is more than a matrix and a cap.
     """
+    install_loss(model, ChunkedLoss(_cap_of_head(model, "chunked")))
+
+
+def install_fused_loss(model: nn.Module) -> None:
+    """Make `model(input_ids, labels=...)` compute its loss with kernels/cross_entropy.
+
+    As `install_chunked_loss` otherwise. Needs a GPU, or Triton's interpreter.
+    """
+    install_loss(model, FusedLoss(_cap_of_head(model, "fused linear")))
+
+
+def _cap_of_head(model: nn.Module, loss: str) -> float | None:
     config: Any = model.config
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     scaled = [name for name in _UNKNOWN_SCALES if getattr(config, name, None) not in (None, 1.0)]
     if scaled or getattr(head, "bias", None) is not None:
-        raise ValueError(
-            f"the chunked loss knows no head with {' and '.join(scaled or ['a bias'])}"
-        )
-    install_loss(model, ChunkedLoss(getattr(config, "final_logit_softcapping", None)))
+        raise ValueError(f"the {loss} loss knows no head with {' and '.join(scaled or ['a bias'])}")
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
 
 
 def install_loss(model: nn.Module, loss: nn.Module) -> None:
@@ -58,10 +69,41 @@ class ChunkedLoss(nn.Module):
 
         fp32, a mean over the labels that are not ignored.
         """
-        shifted = pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
+        shifted = shifted_labels(labels)
         tokens = hidden.flatten(0, 1)
         loss: Tensor = _ChunkedCrossEntropy.apply(tokens, weight, shifted, self._cap)  # type: ignore[no-untyped-call]
         return loss
+
+
+class FusedLoss(nn.Module):
+    """As `ChunkedLoss`, by the kernel that makes the gradients in the forward."""
+
+    def __init__(self, cap: float | None) -> None:
+        super().__init__()
+        self._cap = cap
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a head `weight` [vocabulary, hidden] under `labels` as HF shifts them.
+
+        fp32, a mean over the labels that are not ignored.
+        """
+        # Imported here: Triton's import takes a while and the other losses have no use for it.
+        from kernels.cross_entropy.triton import linear_cross_entropy
+
+        tokens = hidden.flatten(0, 1)
+        return linear_cross_entropy(
+            tokens,
+            weight,
+            shifted_labels(labels),
+            chunk_tokens=chunk_tokens(len(tokens), len(weight)),
+            ignored_label=IGNORED_LABEL,
+            softcap=self._cap,
+        )
+
+
+def shifted_labels(labels: Tensor) -> Tensor:
+    """Each token's next label, [batch x sequence]; a row's last token has none."""
+    return pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
 
 
 def token_slices(num_tokens: int, vocab_size: int) -> list[slice]:

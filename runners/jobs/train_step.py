@@ -25,7 +25,7 @@ from runners.jobs.attention_calls import recorded_sdpa_call
 from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.kernel_times import measure_kernels
-from runners.jobs.losses import install_chunked_loss
+from runners.jobs.losses import install_chunked_loss, install_fused_loss
 from runners.jobs.section_meter import CudaCounter, MemoryCounter, SectionMeter, watched_sections
 from runners.measure import (
     StepMeter,
@@ -70,13 +70,10 @@ def build_model(plan: Plan) -> nn.Module:
 
 
 def _install_loss(model: nn.Module, loss: Loss) -> None:
-    if loss is Loss.FUSED_LINEAR:
-        raise ValueError(
-            "workload.loss is 'fused_linear': it is predicted but has no kernel yet; run hf or "
-            "chunked"
-        )
     if loss is Loss.CHUNKED:
         install_chunked_loss(model)
+    elif loss is Loss.FUSED_LINEAR:
+        install_fused_loss(model)
 
 
 def build_engine(model: nn.Module, plan: Plan, world: RunningWorld, seed: int) -> TrainingEngine:

@@ -1,8 +1,7 @@
-"""The fused linear cross-entropy as its kernel will hold memory; it computes nothing.
+"""The fused linear cross-entropy on tensors without memory: the kernel's own account, traced.
 
-Of each chunk of tokens it makes the logits in the compute dtype, turns them into their gradient in
-place, and adds to the gradients of hidden states and head, all in the forward. The backward only
-scales these two.
+What allocates is `kernels.cross_entropy.triton.compute_gradients` itself; the operator around it
+would hide its chunks from a trace.
 """
 
 from __future__ import annotations
@@ -33,40 +32,38 @@ def traced_slices(num_tokens: int, vocab_size: int) -> list[slice]:
 class _FusedLoss(nn.Module):
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return a loss without a value for a head `weight` [vocabulary, hidden]."""
-        loss: Tensor = _FusedLinear.apply(hidden.flatten(0, 1), weight)  # type: ignore[no-untyped-call]
+        tokens, shifted = hidden.flatten(0, 1), losses.shifted_labels(labels)
+        loss: Tensor = _FusedLinear.apply(tokens, weight, shifted)  # type: ignore[no-untyped-call]
         return loss
 
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        # Imported here: Triton's import takes a while and the other losses have no use for it.
+        from kernels.cross_entropy.triton import LossOptions, compute_gradients
+
         kind = "cpu"  # as are the traced tensors, or meta
         lower = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if lower else weight.dtype
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        token_losses = hidden.new_empty(len(hidden), dtype=torch.float32)
-        with torch.autocast(kind, enabled=False):
-            matrix = weight.to(dtype)
-            for chunk in losses.token_slices(len(hidden), len(weight)):
-                part = hidden[chunk].to(dtype)
-                logits = part @ matrix.t()
-                grad_hidden[chunk] = logits @ matrix
-                if grad_weight is not None:
-                    losses.add_product(grad_weight, logits, part)
-                del part, logits
-        ctx.gradients = grad_hidden, grad_weight
-        return token_losses.sum()
+        options = LossOptions(
+            mean=True,
+            ignored_label=losses.IGNORED_LABEL,
+            softcap=None,  # a cap changes values in the kernel, and no tensor
+            compute_dtype=torch.get_autocast_dtype(kind) if lower else weight.dtype,
+        )
+        slices = losses.token_slices(len(hidden), len(weight))
+        wanted = ctx.needs_input_grad[:2]
+        loss, *ctx.gradients = compute_gradients(hidden, weight, labels, slices, options, *wanted)
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        made: tuple[Tensor, Tensor | None] = ctx.gradients
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        made: list[Tensor] = ctx.gradients
         ctx.gradients = None
         # Scaled in place: each gives its bytes back and takes them again, as a gradient.
         hidden, weight = (
-            None if g is None else partial(torch.empty, g.shape, dtype=g.dtype, device=g.device)
-            for g in made
+            partial(torch.empty, g.shape, dtype=g.dtype, device=g.device) if wanted else None
+            for g, wanted in zip(made, ctx.needs_input_grad[:2], strict=True)
         )
         del made
-        assert hidden is not None
-        return hidden(), None if weight is None else weight()
+        return hidden and hidden(), weight and weight(), None

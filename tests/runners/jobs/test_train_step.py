@@ -105,10 +105,13 @@ def test_adapters_train_in_the_job(tmp_path: Path) -> None:
     assert state["gradient_bytes"] == 2 * adapters
 
 
-def test_a_loss_without_a_kernel_is_one_sentence(tmp_path: Path) -> None:
+def test_a_loss_whose_kernel_cannot_run_here_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, result = _run(_spec(workload={"loss": "fused_linear"}), tmp_path / "run")
     assert (code, result["outcome"]) == (1, "failed")
-    assert "no kernel yet; run hf or chunked" in result["error"]["message"]
+    assert "hidden is on cpu; it must be on a CUDA device" in result["error"]["message"]
 
 
 @pytest.mark.parametrize("engine", ["peakmark", "fsdp2"])

@@ -1,0 +1,116 @@
+"""Times and peaks of kernels beside named peers, in one run: what every benchmark here prints.
+
+Calls are timed in turns, in alternating order: only ratios inside one run mean something. Times
+are medians of `triton.testing.do_bench` (CUDA events, L2 flushed between calls).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+WARMUP_MS, WINDOW_MS, ROUNDS = 20, 80, 3
+COPIED_VALUES = 1 << 28
+
+
+def environment() -> dict[str, Any]:
+    """Return what a figure depends on beside the code: device and versions."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def median_s(call: Callable[[], object]) -> float:
+    """Return the median time of `call` on the GPU."""
+    time_ms = triton.testing.do_bench(call, warmup=WARMUP_MS, rep=WINDOW_MS, return_mode="median")
+    return time_ms / 1e3
+
+
+def times_in_turns(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return each call's median time over rounds that alternate their order."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(ROUNDS):
+        for name in reversed(list(calls)) if turn % 2 else calls:
+            times[name].append(median_s(calls[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return how far allocated memory rises during `call`, which has run before."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    del kept
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def copy_bytes_per_s() -> float:
+    """Return the rate of a large copy on this device: bytes read and bytes written per second."""
+    source = torch.randn(COPIED_VALUES, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_s(lambda: target.copy_(source))
+
+
+class Report:
+    """Prints rows as they come and appends them, with the environment, to a JSON lines file."""
+
+    def __init__(self, operation: str, path: Path | None) -> None:
+        self._base = {"operation": operation, **environment()}
+        self._path = path
+        print(json.dumps(self._base), flush=True)
+
+    def add(self, case: Mapping[str, Any], **figures: Any) -> None:
+        """Report one case; `figures` are times in seconds, bytes and ratios."""
+        shown = {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in {**case, **figures}.items()
+        }
+        print(" ".join(f"{name}={value}" for name, value in shown.items()), flush=True)
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps({**self._base, **case, **figures}) + "\n")
+
+    @contextmanager
+    def surviving(self, case: Mapping[str, Any]) -> Iterator[None]:
+        """Report an error of one case as its row, and go on."""
+        try:
+            yield
+        except (RuntimeError, ValueError, AssertionError) as error:
+            self.add(case, error=f"{type(error).__name__}: {error}"[:400])
+            torch.cuda.empty_cache()
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of `exact`, in float64."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def require(name: str, error: float, limit: float) -> None:
+    """Raise RuntimeError for a result that is too far off to be timed (NaN is)."""
+    if not error <= limit:
+        raise RuntimeError(f"{name} errs by {error:.3g}, allowed {limit:.3g}")
+
+
+def report_of(operation: str, arguments: Sequence[str] | None = None) -> Report:
+    """Read a benchmark's command line and return its report; ends it where there is no GPU."""
+    parser = argparse.ArgumentParser(description=f"Time kernels.{operation} beside its peers.")
+    parser.add_argument("--json", type=Path, help="append one JSON object per row to this file")
+    path: Path | None = parser.parse_args(arguments).json
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: the benchmark times GPU kernels")
+    return Report(operation, path)

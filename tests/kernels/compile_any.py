@@ -1,0 +1,72 @@
+"""Compile kernels without a GPU and print what ptxas says, as JSON lines.
+
+Run in its own process, because `TRITON_INTERPRET` must not be set. Standard input holds one JSON
+request per line: module, kernel, arch, warps, stages, constants, and types by argument name (a
+Triton type, or a list of them for a tuple); pointers, 64-bit integers and the arguments named in
+`divisible` are divisible by 16.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+DIVISIBLE = [["tt.divisibility", 16]]
+
+
+def compile_one(request: dict[str, Any]) -> dict[str, Any]:
+    """Compile one request; return registers, spilled bytes, shared bytes and wgmma count."""
+    kernel = getattr(importlib.import_module(request["module"]), request["kernel"])
+    signature: dict[str, Any] = dict.fromkeys(request["constants"], "constexpr")
+    attributes: dict[Any, Any] = {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in request["constants"]:
+            continue
+        types = request["types"][name]
+        signature[name] = tuple(types) if isinstance(types, list) else types
+        parts = enumerate(types) if isinstance(types, list) else [(None, types)]
+        for part, kind in parts:
+            if kind.startswith("*") or kind == "i64" or name in request.get("divisible", ()):
+                attributes[(position,) if part is None else (position, part)] = DIVISIBLE
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=request["constants"], attrs=attributes)
+    options = {"num_warps": request["warps"], "num_stages": request.get("stages", 3)}
+    arch = request["arch"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return {"shared_bytes": compiled.metadata.shared} | assemble(compiled.asm["ptx"], arch)
+
+
+def assemble(ptx: str, arch: int) -> dict[str, int]:
+    """Run ptxas on `ptx`; return its registers per thread, spilled bytes and wgmma count."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert spilled and registers, log
+    return {
+        "registers": int(registers[1]),
+        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.b32|ld\.global[.\w]*\.v2\.b64", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    for line in sys.stdin:
+        print(json.dumps(compile_one(json.loads(line))), flush=True)
