@@ -45,13 +45,13 @@ _LOG_TAIL_LINES = 3
 class Turn:
     """One process: a spec run by one engine."""
 
-    def __init__(self, entry: Entry, directory: Path, start_method: str) -> None:
+    def __init__(self, entry: Entry, directory: Path) -> None:
         self.entry = entry
         self._directory = directory
         directory.mkdir(parents=True)
         (directory / SPEC_FILE).write_text(json.dumps(entry.spec.to_dict()))
-        context = multiprocessing.get_context(start_method)
-        self._process: BaseProcess = context.Process(target=_run_job, args=(directory,))  # type: ignore[attr-defined]
+        context = multiprocessing.get_context("fork")
+        self._process: BaseProcess = context.Process(target=_run_job, args=(directory,))
         self._process.start()
 
     def has_begun(self) -> bool:
@@ -100,10 +100,7 @@ def pair_entries(entry: Entry, peer: Engine) -> list[Entry]:
 class Bench:
     """Runs pairs until they are done or the time is up."""
 
-    def __init__(
-        self, out: Path, directory: Path, budget_s: float, start_method: str = "fork"
-    ) -> None:
-        self._start_method = start_method
+    def __init__(self, out: Path, directory: Path, budget_s: float) -> None:
         self._out = out
         self._directory = directory
         self._ends_at = time.monotonic() + budget_s
@@ -132,7 +129,7 @@ class Bench:
     def _start(self, turn: tuple[int, int, Entry]) -> Turn:
         number, index, entry = turn
         directory = self._directory / f"pair-{number:03}-{index}"
-        return Turn(entry, directory, self._start_method)
+        return Turn(entry, directory)
 
     def _finish(self, turn: Turn, number: int, index: int) -> list[dict[str, Any]]:
         """Return the turn's row, or none where it failed, which is told."""
@@ -215,19 +212,13 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="file of recorded rows to append to (JSON lines)")
     parser.add_argument("--peer", type=Engine, default=Engine.FSDP2, help="the engine beside ours")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop after this long")
-    parser.add_argument(
-        "--start-method",
-        choices=("fork", "spawn"),
-        default="fork",
-        help="spawn imports everything again in each process, while another is timed",
-    )
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Asked through CUDA, whether there is a GPU would keep the forked processes from using it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     pairs = [pair_entries(entry, arguments.peer) for entry in read_matrix(arguments.matrix)]
     with tempfile.TemporaryDirectory(prefix="peakmark-bench-") as directory:
-        bench = Bench(arguments.out, Path(directory), arguments.budget_s, arguments.start_method)
+        bench = Bench(arguments.out, Path(directory), arguments.budget_s)
         _import_all(pairs)
         bench.run(pairs)
     print("\n".join(summary_lines(bench.pairs)))
