@@ -32,7 +32,7 @@ BUCKET_NUMEL, SUB_GROUP_NUMEL = 500_000_000, 1_000_000_000
 class Partition:
     """What one world size makes of the parameters, in elements, for rank 0.
 
-    `shard` is stepped by a rank. `own` are the whole parameters of which rank 0 owns something (stages
+    `shard` is stepped by a rank, `stepped` in these pieces. `own` are the whole parameters of which rank 0 owns something (stages
     1 and 2 keep their gradients whole), `largest_own` the largest piece.
     """
 
@@ -41,6 +41,7 @@ class Partition:
     own: int
     largest_own: int
     num_own: int
+    stepped: tuple[int, ...]
 
 
 @lru_cache(maxsize=512)
@@ -60,6 +61,7 @@ def flat_partition(spec: ModelSpec, world_size: int) -> Partition:
         own=sum(numel for numel, _ in own),
         largest_own=max(pieces),
         num_own=len(own),
+        stepped=(shard,),
     )
 
 
@@ -74,7 +76,19 @@ def sharded_partition(spec: ModelSpec, world_size: int) -> Partition:
         own=total,
         largest_own=max(shards),
         num_own=len(shards),
+        stepped=_sub_groups(shards),
     )
+
+
+def _sub_groups(shards: list[int]) -> tuple[int, ...]:
+    """Whole shards of parameters, until they are a sub-group or more (`_create_fp16_sub_groups`)."""
+    groups, open_numel = [], 0
+    for numel in shards:
+        open_numel += numel
+        if open_numel >= SUB_GROUP_NUMEL:
+            groups.append(open_numel)
+            open_numel = 0
+    return (*groups, open_numel) if open_numel else tuple(groups)
 
 
 class Bucket(NamedTuple):
@@ -320,9 +334,7 @@ class DeepSpeedStates:
     def optimizer_step(self) -> Parts:
         """Averaged gradients; their norm in fp64, or their flat copy and the fp32 gradient."""
         gradients = 0 if self._stage == 3 else self._own * BF16_BYTES
-        stepped = self._shard
-        if self._stage == 3:
-            stepped = np.minimum(stepped, SUB_GROUP_NUMEL)
+        stepped = self._of(lambda part: max(part.stepped))
         several = self._of(lambda part: part.num_own > 1)
         cast = (FP32_BYTES + several * BF16_BYTES) * stepped
         norm = self._of(lambda part: part.largest_own) * FP64_BYTES

@@ -10,7 +10,6 @@ from planner.memory.deepspeed import (
     BUCKET_NUMEL,
     FP32_BYTES,
     FP64_BYTES,
-    SUB_GROUP_NUMEL,
     Bucket,
     buckets_after_backward,
     flat_partition,
@@ -88,7 +87,7 @@ class DeepSpeedReplay(EngineBase):
 
     def _make_masters(self) -> None:
         """A clone in between, and the gradients that the optimizer is introduced to."""
-        memory, groups = self._memory, self._sub_groups()
+        memory, groups = self._memory, self._part.stepped
         between = FP32_BYTES if self._stage == 3 else BF16_BYTES
         for number, stepped in enumerate(groups):
             memory.take("clone", stepped * between)
@@ -96,13 +95,6 @@ class DeepSpeedReplay(EngineBase):
             memory.give("clone")
         memory.take("gradient", max(groups) * FP32_BYTES)
         memory.give("gradient")
-
-    def _sub_groups(self) -> list[int]:
-        """Elements that are stepped at once."""
-        if self._stage != 3:
-            return [self._part.shard]
-        whole, rest = divmod(self._part.shard, SUB_GROUP_NUMEL)
-        return [SUB_GROUP_NUMEL] * whole + ([rest] if rest else [])
 
     def _shard_parameters(self) -> None:
         """Shard one by one, then all through the host into one buffer (`defragment`)."""
@@ -255,7 +247,7 @@ class DeepSpeedReplay(EngineBase):
         memory, part = self._memory, self._part
         memory.take("norm", part.largest_own * FP64_BYTES)
         memory.give("norm")
-        for number, shard in enumerate(self._sub_groups()):
+        for number, shard in enumerate(part.stepped):
             if part.num_own > 1:
                 memory.take("flat gradient", shard * BF16_BYTES)
             memory.take("fp32 gradient", shard * FP32_BYTES)

@@ -271,6 +271,17 @@ def test_replay_formulas_and_grid_see_the_same_peak(stage: int, accumulation: in
     assert grid["allocated_bytes"][0, 1, 0, 0] == summed
 
 
+def test_stage_3_steps_whole_parameters_until_they_are_a_billion_elements() -> None:
+    # Eight ranks step an eighth of 8,030,261,248 elements at once (seen on an H200: 3829.127 MiB).
+    spec = resolve_model("meta-llama/Llama-3.1-8B")
+    assert sharded_partition(spec, 8).stepped == (8_030_261_248 // 8,)
+    # Two ranks: the first three groups end with the parameter that reaches a billion.
+    *whole, rest = sharded_partition(spec, 2).stepped
+    assert len(whole) == 3 and sum(whole) + rest == 8_030_261_248 // 2
+    assert all(1e9 <= numel < 1e9 + EMBEDDING for numel in whole)
+    assert flat_partition(spec, 2).stepped == (flat_partition(spec, 2).shard,)
+
+
 def test_every_small_parameter_stays_gathered_from_the_start() -> None:
     memory = Memory()
     parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=3, world_size=8)
