@@ -25,14 +25,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from planner.plan import parse_plan
 from planner.same_run import OURS, SameRunPair, geometric_mean, same_run_pairs
 from planner.workload import Engine
 from runners.contract import RESULT_FILE, SPEC_FILE, JobKind, JobResult, Outcome
 from runners.jobs.harness import run_job
-from runners.jobs.train_step import build_model, engine_class, measure_training
+from runners.jobs.preload import preload
+from runners.jobs.train_step import measure_training
 from runners.record import Entry, make_row, read_matrix
 
 # Ours, peer, peer, ours: what drifts with time weighs on both alike.
@@ -195,16 +194,6 @@ def summary_lines(pairs: Sequence[SameRunPair]) -> list[str]:
     return lines
 
 
-def _import_all(pairs: Sequence[Sequence[Entry]]) -> None:
-    """Import what the forked processes need: engines, and each model's own module."""
-    torch.set_num_threads(1)
-    plans = [parse_plan(pair[index].spec.plan) for pair in pairs for index in (0, 1)]
-    for plan in {plan.parallelism.engine: plan for plan in plans}.values():
-        engine_class(plan.parallelism.engine)
-    for plan in {plan.model.name: plan for plan in plans}.values():
-        build_model(plan)
-
-
 def main() -> int:
     """Time the pairs that the command line names; 0 when all of them are whole."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -219,7 +208,7 @@ def main() -> int:
     pairs = [pair_entries(entry, arguments.peer) for entry in read_matrix(arguments.matrix)]
     with tempfile.TemporaryDirectory(prefix="peakmark-bench-") as directory:
         bench = Bench(arguments.out, Path(directory), arguments.budget_s)
-        _import_all(pairs)
+        preload([parse_plan(entry.spec.plan) for pair in pairs for entry in pair[:2]])
         bench.run(pairs)
     print("\n".join(summary_lines(bench.pairs)))
     return 0 if len(bench.pairs) == len(pairs) else 1
