@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 GROUP_ROWS = 64
@@ -51,8 +51,10 @@ def forward_tile(head_dim: int) -> ForwardTile:
 class ForwardWork:
     """One attention call as the schedule sees it; `heads` counts those of the whole batch.
 
-    `group` is the number of query heads that share a key/value head; `section_bytes` bounds the
-    keys and values of the heads that are dealt out together.
+    `group` is the number of query heads that share a key/value head. Query i stands at key
+    i + seq_k - seq_q and sees `left` keys before that and `right` after it, None for all (causal is
+    a right of 0); `bounded` leaves bounds out that hide nothing. `section_bytes` bounds the keys and
+    values of the heads that are dealt out together.
     """
 
     seq_q: int
@@ -60,8 +62,29 @@ class ForwardWork:
     heads: int
     group: int
     tile: ForwardTile
-    causal: bool
+    left: int | None = None
+    right: int | None = None
     section_bytes: int = SECTION_BYTES
+
+    def bounded(self) -> ForwardWork:
+        """Return this work without a bound that hides no key from any query."""
+        hides_left = self.left is not None and self.left < self.seq_k - 1
+        hides_right = self.right is not None and self.right < self.seq_q - 1
+        return replace(
+            self,
+            left=self.left if hides_left else None,
+            right=self.right if hides_right else None,
+        )
+
+    @property
+    def upper(self) -> int:
+        """What to add to a query for the last key it sees; read with a right bound only."""
+        return self.seq_k - self.seq_q + (self.right or 0)
+
+    @property
+    def lower(self) -> int:
+        """What to add to a query for the first key it sees; read with a left bound only."""
+        return self.seq_k - self.seq_q - (self.left or 0)
 
     @property
     def row_tiles(self) -> int:
@@ -69,17 +92,20 @@ class ForwardWork:
         return -(-self.seq_q // self.tile.rows)
 
     def visible_blocks(self, row_tile: int) -> int:
-        """Return the key blocks that a tile visits: what its last row sees, and at least one."""
+        """Return the key blocks that a tile visits: those that a row of it sees, and at least one."""
+        first_row = row_tile * self.tile.rows
         end = self.seq_k
-        if self.causal:
-            last_row = (row_tile + 1) * self.tile.rows
-            end = min(end, last_row + self.seq_k - self.seq_q)
-        return max(1, -(-end // BLOCK_KEYS))
+        if self.right is not None:
+            end = min(end, first_row + self.tile.rows + self.upper)
+        end_block = max(1, -(-end // BLOCK_KEYS))
+        if self.left is None:
+            return end_block
+        return end_block - min(max(first_row + self.lower, 0) // BLOCK_KEYS, end_block - 1)
 
     @property
     def section_heads(self) -> int:
         """Heads that are dealt out together: all tiles of equal length head by head, else by L2."""
-        if not self.causal:
+        if self.right is None:
             return 1
         # Keys and values of one head, two bytes an element.
         head_bytes = 2 * 2 * self.seq_k * self.tile.columns
@@ -128,12 +154,12 @@ class Masking:
 def forward_masking(work: ForwardWork) -> int:
     """Return the least masking that is right for `work`.
 
-    Without causality only keys past the end are hidden, in the last block, which is visited first.
-    A causal group of 64 rows meets its diagonal in one block if the diagonal starts at a multiple
-    of 64; and if there are fewer keys than queries, some rows see no key at all.
+    Without bounds only keys past the end are hidden, in the last block, which is visited first. A
+    causal group of 64 rows meets its diagonal in one block if the diagonal starts at a multiple of
+    64; and if there are fewer keys than queries, some rows see no key at all.
     """
-    if not work.causal:
+    if work.left is None and work.right is None:
         return Masking.FIRST_BLOCK if work.seq_k % BLOCK_KEYS else Masking.NONE
-    offset = work.seq_k - work.seq_q
-    aligned = offset >= 0 and offset % GROUP_ROWS == 0
-    return Masking.FIRST_BLOCK if aligned else Masking.EVERY_BLOCK
+    aligned = work.upper >= 0 and work.upper % GROUP_ROWS == 0
+    is_causal = work.left is None and work.right == 0
+    return Masking.FIRST_BLOCK if is_causal and aligned else Masking.EVERY_BLOCK

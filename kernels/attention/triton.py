@@ -297,14 +297,13 @@ def attention_forward(
     _check_device(q)
     batch, heads, seq_q, _ = q.shape
     out, lse = _new_rows(q, v.shape[-1]), _new_row_values(q)
-    kind_name = kind or ("causal" if causal else "full")
-    if takes_hopper_forward(q, k, v, out, kind_name, plain=softcap == 0 and sinks is None):
+    mask = _Lowered.read(causal, kind, numbers or ())
+    if takes_hopper_forward(q, k, v, out, mask.kind, plain=softcap == 0 and sinks is None):
         # Only here: Gluon has no interpreter, and needs Triton 3.6.
         from kernels.attention import hopper
 
-        hopper.forward(q, k, v, out, lse, causal, scale)
+        hopper.forward(q, k, v, out, lse, scale, left=mask.left, right=mask.right)
         return out, lse
-    mask = _Lowered.read(causal, kind, numbers or ())
     options = _options(q, v, Pass.FORWARD, mask) | {"CAPPED": softcap > 0}
     programs = triton.cdiv(seq_q, options["BLOCK_M"]) * batch * heads
     tensors = (q, k, v, out, lse, keys_of_query, sinks, *map(_strides, (q, k, v, out)))

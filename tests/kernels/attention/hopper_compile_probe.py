@@ -1,7 +1,7 @@
 """Compile the Hopper attention forward without a GPU and print what ptxas says, as JSON lines.
 
 Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
-head_dim:dtype:causal:masking.
+head_dim:dtype:right:left:masking (bounds 0 or 1).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def source_of(request: str) -> GluonASTSource:
     """Return the kernel with the types and divisibility that a launch gives it."""
-    head_dim, dtype, causal, masking = request.split(":")
+    head_dim, dtype, right, left, masking = request.split(":")
     tile = forward_tile(int(head_dim))
 
     def descriptor(rows: int) -> str:
@@ -44,7 +44,8 @@ def source_of(request: str) -> GluonASTSource:
         "BN": BLOCK_KEYS,
         "D": tile.columns,
         "STAGES": tile.stages,
-        "CAUSAL": causal == "1",
+        "RIGHT": right == "1",
+        "LEFT": left == "1",
         "MASK": int(masking),
         "REGISTERS": tile.registers,
     }

@@ -8,30 +8,44 @@ import pytest
 import torch
 
 from kernels.attention import bench
+from kernels.attention.dispatch import Direction
+
+CASE = bench.Case(head_dim=128, heads=16, kv_heads=16, causal=False, seq=8192)
 
 
-def test_the_cases_hold_tokens_and_width_constant() -> None:
-    assert len(list(bench.cases())) == 24
-    assert {case.seq for case in bench.cases()} == {1024, 2048, 4096, 8192, 16384, 32768}
+def test_the_cases_are_those_of_the_bar() -> None:
+    cases = list(bench.cases())
+    # Two head sizes, two kinds of heads, two masks, five lengths.
+    assert len(cases) == len(set(cases)) == 40
+    assert {case.seq for case in cases} == {2048, 4096, 8192, 16384, 32768}
+    heads = {(case.head_dim, case.heads, case.kv_heads) for case in cases}
+    assert heads == {(64, 32, 32), (64, 32, 8), (128, 16, 16), (128, 32, 8)}
+    assert {case.batch * case.seq for case in cases} == {32768}
 
 
 def test_flops_by_hand() -> None:
     # B = 4, Hq = 16, S = 8192, D = 128: 4 * 4 * 16 * 8192^2 * 128 = 2.199e12, half if causal.
-    full = bench.Case(head_dim=128, causal=False, seq=8192)
-    assert full.forward_flops() == 2_199_023_255_552
-    assert bench.Case(head_dim=128, causal=True, seq=8192).forward_flops() == 1_099_511_627_776
+    assert CASE.forward_flops() == 2_199_023_255_552
+    causal = bench.Case(head_dim=128, heads=32, kv_heads=8, causal=True, seq=8192)
+    assert causal.forward_flops() == 2_199_023_255_552
 
 
-def test_a_row_holds_medians_and_the_ratio_of_times() -> None:
-    case = bench.Case(head_dim=128, causal=True, seq=8192)
-    times = {"ours": [0.004, 0.002, 0.003], "torch": [0.001, 0.0015, 0.009]}
-    row = bench.make_row(case, "backward", "cudnn", times)
-    assert (row.ours_s, row.torch_s, row.ratio) == (0.003, 0.0015, 0.5)
-    assert row.ours_flop_s == 2.5 * 1_099_511_627_776 / 0.003
+def test_rates_and_ratio_by_hand() -> None:
+    figures = bench.figures_of(CASE, Direction.BACKWARD, {"ours": 0.004, "torch": 0.003})
+    assert figures["ours_flop_s"] == 2.5 * 2_199_023_255_552 / 0.004
+    assert figures["peer_flop_s"] == 2.5 * 2_199_023_255_552 / 0.003
+    assert figures["ratio"] == 0.75
 
 
 def test_geometric_mean_by_hand() -> None:
     assert bench.geometric_mean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_sweep_tries_forms_beside_the_chosen_one(head_dim: int) -> None:
+    forms = list(bench.candidates(head_dim).values())
+    assert len(set(forms)) == len(forms) > 4
+    assert (bench.FORWARD_TILES[head_dim], bench.SECTION_BYTES) in forms
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

@@ -32,6 +32,7 @@ HOPPER = Problem(
         {"dtype": torch.float16},
         {"head_dim": 96, "value_head_dim": 96},
         {"mask": "full"},
+        {"mask": "window"},
     ],
 )
 def test_hopper_computes_what_it_can(change: dict[str, object]) -> None:
@@ -49,7 +50,7 @@ def test_hopper_computes_what_it_can(change: dict[str, object]) -> None:
         ({"dtype": torch.float32}, "dtype is torch.float32"),
         ({"head_dim": 256, "value_head_dim": 256}, "head size 256"),
         ({"value_head_dim": 64}, "another head size"),
-        ({"mask": "window"}, "of kind window"),
+        ({"mask": "documents"}, "of kind documents"),
         ({"plain": False}, "softcap or sinks"),
         ({"empty": True}, "no element"),
         ({"tiles": 2**31}, "2147483648 tiles"),
@@ -113,11 +114,12 @@ def test_a_call_is_described() -> None:
 def test_the_choice_is_remembered_per_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     assert dispatch.pick(Direction.FORWARD, HOPPER) is Backend.HOPPER
-    assert dispatch.pick(Direction.BACKWARD, replace(HOPPER, mask="window")) is Backend.TRITON
+    assert dispatch.pick(Direction.BACKWARD, replace(HOPPER, mask="blocks")) is Backend.TRITON
     forward, backward = map(dispatch.last_choice, (Direction.FORWARD, Direction.BACKWARD))
     assert forward == dispatch.Choice(Backend.HOPPER, None)
     assert (
-        backward is not None and backward.reason == "its mask is of kind window, not full or causal"
+        backward is not None
+        and backward.reason == "its mask is of kind blocks, not full, causal or window"
     )
 
 

@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[3]
 # What is closest to its registers, and what runs most; the other forms differ by less.
 REQUESTS = {
     64: [
-        f"64:bf16:0:{Masking.FIRST_BLOCK}",
-        f"64:bf16:1:{Masking.FIRST_BLOCK}",
-        f"64:bf16:1:{Masking.EVERY_BLOCK}",
+        f"64:bf16:0:0:{Masking.FIRST_BLOCK}",
+        f"64:bf16:1:0:{Masking.FIRST_BLOCK}",
+        f"64:bf16:1:1:{Masking.EVERY_BLOCK}",
     ],
-    128: [f"128:bf16:0:{Masking.NONE}", f"128:fp16:1:{Masking.FIRST_BLOCK}"],
+    128: [f"128:fp16:1:0:{Masking.FIRST_BLOCK}", f"128:bf16:1:1:{Masking.EVERY_BLOCK}"],
 }
 
 
