@@ -32,8 +32,8 @@ that the tests compare with in float64.
 
 | backend | written in | takes |
 |---|---|---|
-| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups, a persistent list of tiles | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, head size up to 128, full and causal masks, address and strides in multiples of 16 bytes |
-| `triton` | portable Triton | everything else: other GPUs, fp32, larger heads, windows, prefixes, block tables, documents, softcap, sinks |
+| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups, a persistent list of tiles | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, head size up to 128, full, causal and window masks, address and strides in multiples of 16 bytes |
+| `triton` | portable Triton | everything else: other GPUs, fp32, larger heads, prefixes, block tables, documents, softcap, sinks |
 
 `PEAKMARK_ATTENTION_BACKEND` (`auto`, `hopper`, `triton`) overrules the rule; forcing `hopper` on what
 it cannot do is an error that names the reason. Rows of the job `attention` hold which backend ran in
