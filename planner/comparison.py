@@ -15,6 +15,7 @@ from planner.records import RecordedRow
 from planner.workload import Engine, Parallelism, TrainingWorkload
 
 MEMORY_QUANTITIES = ("allocated", "reserved", "device")
+TIME_QUANTITIES = ("step_time", "communication_time")
 _DDP = (Engine.DDP, Engine.ZERO_REDUNDANCY)
 # The component of the prediction, and its name in a measurement.
 STATE_FIELDS = {
@@ -61,11 +62,27 @@ def compare(
         pairs.append(
             ("step_time", prediction["throughput"]["step_time_s"], measured.get("step_time_s"))
         )
+    if world == "nccl":
+        pairs.append(("communication_time", *_communication_s(prediction, measured)))
     return [
         Comparison(quantity=name, predicted=float(ours), measured=float(seen))
         for name, ours, seen in pairs
         if ours is not None and seen
     ]
+
+
+def _communication_s(
+    prediction: Mapping[str, Any], measured: Mapping[str, Any]
+) -> tuple[float | None, float | None]:
+    """Return the time of all collectives of a step, predicted and in the traced step.
+
+    Of each collective the rank that waited least for the others.
+    """
+    ranks = [rank["collectives"] for rank in measured.get("kernel_times") or ()]
+    if not ranks:
+        return None, None
+    seen = sum(min(rank[name]["time_s"] for rank in ranks if name in rank) for name in ranks[0])
+    return sum(item["time_s"] for item in prediction["throughput"]["communication"]), seen
 
 
 def _memory_pairs(

@@ -31,11 +31,12 @@ def print_comparison(
     prediction: Mapping[str, Any], measured: Mapping[str, Any], world: str
 ) -> None:
     """Print the table of predicted against measured; nothing for a run that measured nothing."""
+    from planner.comparison import TIME_QUANTITIES
     from planner.units import format_bytes, format_seconds
 
     rows = []
     for row in comparison_rows(prediction, measured, world):
-        show = format_seconds if row["quantity"] == "step_time" else format_bytes
+        show = format_seconds if row["quantity"] in TIME_QUANTITIES else format_bytes
         predicted, seen = show(row["predicted"]), show(row["measured"])
         rows.append((row["quantity"], predicted, seen, f"{row['error_percent']:+.2f} %"))
     if rows:

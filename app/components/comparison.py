@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.comparison import compare
+from planner.comparison import TIME_QUANTITIES, compare
 
 
 def comparison_rows(
@@ -21,7 +21,7 @@ def comparison_rows(
             "measured_bytes": int(found.measured),
         }
         for found in compare(prediction, measured, world)
-        if found.quantity != "step_time"
+        if found.quantity not in TIME_QUANTITIES
     ]
 
 

@@ -265,6 +265,20 @@ def test_time_is_compared_only_in_a_world_that_keeps_it(
     assert ("step_time" in {c.quantity for c in found}) is timed
 
 
+def test_collectives_take_the_time_of_the_rank_that_waited_least() -> None:
+    prediction = FixedPrediction().to_dict()
+    sent = [{"time_s": 0.25}, {"time_s": 0.5}]
+    prediction["throughput"] = {**prediction["throughput"], "communication": sent}
+    ranks = [
+        {"collectives": {"all_gather": {"time_s": 2.0}, "reduce_scatter": {"time_s": 0.5}}},
+        {"collectives": {"all_gather": {"time_s": 0.5}, "reduce_scatter": {"time_s": 3.0}}},
+    ]
+    found = {c.quantity: c for c in compare(prediction, {"kernel_times": ranks}, "nccl")}
+    assert found["communication_time"].predicted == 0.75
+    assert found["communication_time"].measured == 0.5 + 0.5
+    assert compare(prediction, {"kernel_times": ranks}, "solo") == []
+
+
 def test_a_row_that_todays_planner_refuses_is_named() -> None:
     plan = {**PLAN, "workload": {"sequence_length": 512, "attention": "ring"}}
     row = recorded({"allocated_bytes": 1}, plan=plan)
