@@ -232,7 +232,8 @@ def progress_line(detail: RunDetail) -> str:
     except (OSError, ValueError, IndexError):
         # Not there yet, or its last line is still being written.
         return line
-    return f"{line}, {last.get('name') or last.get('event')}"
+    place = f" {last['index'] + 1} of {last['of']}" if "of" in last else ""
+    return f"{line}, {last.get('name') or last.get('event')}{place}"
 
 
 def report(detail: RunDetail, *, as_json: bool) -> None:

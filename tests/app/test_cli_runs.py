@@ -177,6 +177,8 @@ def test_progress_shows_the_last_phase_of_the_job(run: Run, tmp_path: Path) -> N
     events = tmp_path / "events-rank0.jsonl"
     events.write_text('{"event": "start"}\n{"event": "phase", "name": "warmup"}\n')
     assert prove.progress_line(detail) == f"run {run_id}: running, warmup"
+    events.write_text('{"event": "phase", "name": "memory", "index": 2, "of": 9}\n')
+    assert prove.progress_line(detail) == f"run {run_id}: running, memory 3 of 9"
     events.write_text('{"event": "start"}\n{"event": "pha')
     assert prove.progress_line(detail) == f"run {run_id}: running"
 
