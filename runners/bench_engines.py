@@ -112,8 +112,8 @@ class Bench:
         rows: list[dict[str, Any]] = []
         ahead: Turn | None = None
         for position, (number, turn, _) in enumerate(turns):
-            if time.monotonic() >= self._ends_at:
-                print(f"stopped: the time is up before pair {number + 1} was whole", flush=True)
+            if turn == 0 and time.monotonic() >= self._ends_at:
+                print(f"stopped: the time is up before pair {number + 1}", flush=True)
                 break
             current = ahead or self._start(turns[position])
             _wait_until_begun(current)
@@ -200,7 +200,7 @@ def main() -> int:
     parser.add_argument("matrix", type=Path, help="matrix of job specs of our engine (JSON)")
     parser.add_argument("out", type=Path, help="file of recorded rows to append to (JSON lines)")
     parser.add_argument("--peer", type=Engine, default=Engine.FSDP2, help="the engine beside ours")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop after this long")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no pair after this long")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Asked through CUDA, whether there is a GPU would keep the forked processes from using it.
