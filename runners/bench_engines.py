@@ -200,7 +200,9 @@ def main() -> int:
     parser.add_argument("matrix", type=Path, help="matrix of job specs of our engine (JSON)")
     parser.add_argument("out", type=Path, help="file of recorded rows to append to (JSON lines)")
     parser.add_argument("--peer", type=Engine, default=Engine.FSDP2, help="the engine beside ours")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no pair after this long")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="begin no pair after this long"
+    )
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Asked through CUDA, whether there is a GPU would keep the forked processes from using it.
