@@ -1,9 +1,10 @@
 """The least a ZeRO stage can hold with communication that overlaps: what engines are measured by.
 
 Shards to the element, whatever the padding, and whole only what must be at that moment: at stage 3
-the unit in use and the one on its way; from stage 2 on the gradients of the group being made and of
-the one being reduced. Master weights exist once: as 4 of 14 bytes per parameter at stage 3, beside
-16-bit parameters below it. Activations, logits and library workspaces are those of the plan.
+the unit in use and the one on its way; at stages 1 and 2, that gather once a step, what the forward
+has reached and its backward not yet left; from stage 2 on the gradients of the group being made and
+of the one being reduced. Master weights exist once: from stage 1 on they are the shards, at stage 0
+beside 16-bit parameters. Activations, logits and library workspaces are those of the plan.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from planner.memory.parallel import is_split
 from planner.memory.sections import FLAT_GROUPS
 from planner.memory.states import (
     Gathered,
+    GatheredOnce,
     HeldGroup,
     Parts,
     Precisions,
@@ -56,9 +58,21 @@ class IdealStates:
         first = trained.first_layer if trained else 0
         # One rank keeps all whole already, unless it keeps it in another type.
         casts = self._sizes.parameter != self._compute
-        gathers = stage == 3 and (world_size > 1 or casts)
-        parts = [numels, every] if trained else [numels]
-        self._units = [Gathered(part, spec.num_layers, is_tied, first) for part in parts * gathers]
+        gathers = stage > 0 and (world_size > 1 or casts)
+        parts = [numels, every] if trained and stage == 3 else [numels]
+        units: list[Gathered | GatheredOnce] = [
+            Gathered(part, spec.num_layers, is_tied, first)
+            if stage == 3
+            else GatheredOnce(part, spec.num_layers, is_tied, self._accumulates)
+            for part in parts
+        ]
+        self._units = units if gathers else []
+        # Of two micro-batches the first finds no gradients and the last frees parameters.
+        is_once = stage in (1, 2) and workload.grad_accumulation == 2
+        last = GatheredOnce(numels, spec.num_layers, is_tied, accumulates=False)
+        self._last_of_two = last if is_once and gathers else None
+        # Whole at stages 1 and 2 for long, beside a shard in another type only.
+        self._own_share = 1 / world_size if stage in (1, 2) and not casts else 0
         tensors = stepped_groups(spec, workload.optimizer, numels, self._sizes.state)
         states = tensors.map(lambda group: optimizer_states(workload.optimizer, group))
         self._state_bytes = states.map(lambda held: sum(s.size_bytes for s in held)).total()
@@ -66,12 +80,12 @@ class IdealStates:
     def persistent(self) -> Parts:
         """Parameters, whole or this rank's share, and optimizer states, in bytes."""
         sizes, total = self._sizes, self._numels.total()
-        share = self._ranks if self._stage == 3 else 1
-        kept = total * sizes.parameter + self._frozen.total() * self._compute
+        share = self._ranks if self._stage else 1
+        frozen = self._frozen.total() * self._compute / (self._ranks if self._stage == 3 else 1)
         stepped = total * sizes.master + self._state_bytes
         return {
-            "parameters": kept / share,
-            "optimizer": stepped / (self._ranks if self._stage else 1),
+            "parameters": total * sizes.parameter / share + frozen,
+            "optimizer": stepped / share,
         }
 
     def held_numels(self) -> list[HeldGroup]:
@@ -80,27 +94,38 @@ class IdealStates:
 
     def at(self, place: Place) -> Parts:
         """Whole parameters, and gradients of groups begun before `place`, in bytes."""
-        gathered = sum(unit.at(place) for unit in self._units)
-        tied = tied_shares(place, self._precision) * self._tied_numel
-        return {
-            "gathered": gathered * self._compute,
-            "gradients": self._gradients(place) * self._sizes.gradient,
-            "temporary": tied * self._sizes.gradient,
-        }
+        sizes, tied = self._sizes, tied_shares(place, self._precision) * self._tied_numel
+        compute = (1 - self._own_share) * self._compute
+        found = [
+            {"gathered": gathered * compute, "gradients": gradients * sizes.gradient}
+            for gathered, gradients in self._micro_batches(place)
+        ]
+        highest = max(found, key=lambda parts: sum(parts.values()))
+        return {**highest, "temporary": tied * sizes.gradient}
 
-    def _gradients(self, place: Place) -> Any:
-        share = self._ranks if self._stage >= 2 else 1
+    def _micro_batches(self, place: Place) -> list[tuple[Any, Any]]:
+        """Elements whole and of gradients, in those micro-batches that may be the highest."""
+        gathered = sum(unit.at(place) for unit in self._units)
+        gradients = self._gradients(place, self._accumulates)
+        if self._last_of_two is None:
+            return [(gathered, gradients)]
+        first = gathered, self._gradients(place, False)
+        return [first, (self._last_of_two.at(place), gradients)]
+
+    def _gradients(self, place: Place, finds: bool) -> Any:
+        """Elements of gradients in a micro-batch that `finds` those of one before it, or does not."""
+        share = self._ranks if self._stage >= 2 and not self._keeps_whole else 1
         in_flight = self._in_flight(place) if self._stage >= 2 and self._ranks > 1 else 0
-        if self._keeps_whole:
+        if finds and self._keeps_whole:
             return self._numels.total()
-        if self._accumulates:
+        if finds:
             return self._numels.total() / share + in_flight
         if not place.in_backward:
             return 0
         done = self._numels.layers.total(first_finished(place, self._layers))
         if place.section != "loss_backward":
             done = done + self._numels.head
-        return done / share + in_flight
+        return done / share + (0 if self._keeps_whole else in_flight)
 
     def _in_flight(self, place: Place) -> Any:
         """Elements of the group finished last, which is being reduced."""

@@ -15,7 +15,7 @@ from planner.memory.groups import (
     layer_ranges,
 )
 from planner.memory.optimizers import state_words
-from planner.memory.states import Parts, Precisions
+from planner.memory.states import Parts, Precisions, compute_bytes, parameter_stage
 from planner.memory.templates import (
     SavedTensor,
     Traced,
@@ -111,7 +111,7 @@ def _state_entries(
     spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
 ) -> Iterator[Entry]:
     sizes = Precisions.of(
-        *(workload.precision, parallelism.engine, parallelism.zero_stage),
+        *(workload.precision, parallelism.engine, _parameter_stage(spec, parallelism)),
         offloads=workload.offload_optimizer,
     )
     for group, count, kept, stepped, optimizer_states, itemsize in states.held_numels():
@@ -259,7 +259,8 @@ def formulas(
     """One line per part: how its bytes come about, with the numbers in it."""
     stage, ranks = parallelism.zero_stage, parallelism.world_size
     offloads = workload.offload_optimizer
-    sizes = Precisions.of(workload.precision, parallelism.engine, stage, offloads)
+    kept_stage = _parameter_stage(spec, parallelism)
+    sizes = Precisions.of(workload.precision, parallelism.engine, kept_stage, offloads)
     total = f"{sum_parameters(spec):,} parameters"
     # Experts that several ranks split are sharded over fewer of them: as all experts over all ranks.
     spread = f"{sum_parameters(with_all_experts(spec)):,} parameters"
@@ -268,7 +269,9 @@ def formulas(
     if trained is not None:
         stepped = reduced = f"{int(trained.trained.total()):,} trained parameters"
     states = state_words(workload.optimizer, sizes.state, sizes.master)
+    is_ours = parallelism.engine is Engine.PEAKMARK
     shards_parameters = stage == 3 or parallelism.engine is Engine.FSDP2
+    shards_parameters = shards_parameters or (is_ours and kept_stage > 0)
     deals_out = parallelism.engine is Engine.ZERO_REDUNDANCY
     whole = ", dealt out by whole parameters" if deals_out else ""
     tokens = f"{workload.micro_batch} x {workload.sequence_length:,} tokens"
@@ -276,8 +279,14 @@ def formulas(
     kept = spread if shards_parameters else total
     if workload.lora_rank:
         kept = f"({kept} + {stepped})"
+    parameters = f"{kept} x {sizes.parameter} B"
+    if trained is not None and is_ours and kept_stage in (1, 2):
+        # What is not trained stays whole.
+        frozen_bytes = compute_bytes(workload.precision)
+        parameters = f"{int(trained.frozen.total()):,} frozen parameters x {frozen_bytes} B + "
+        parameters += f"{stepped} x {sizes.parameter} B"
     return {
-        "parameters": f"{kept} x {sizes.parameter} B" + _over(ranks, shards_parameters),
+        "parameters": parameters + _over(ranks, shards_parameters),
         "optimizer": f"{stepped} x {states}" + _over(ranks, stage >= 1, whole),
         "gradients": f"{reduced} x {sizes.gradient} B, what is alive in "
         f"{_words(peak.place)}" + _over(ranks, stage >= 2, " once reduced"),
@@ -291,6 +300,11 @@ def formulas(
         "workspace": "two cuBLAS workspaces: main and autograd thread",
         "rounding": "blocks larger than their tensor: 512 B steps, remainders up to 1 MiB unsplit",
     }
+
+
+def _parameter_stage(spec: ModelSpec, parallelism: Parallelism) -> int:
+    stage = parallelism.zero_stage
+    return parameter_stage(spec, stage) if parallelism.engine is Engine.PEAKMARK else stage
 
 
 def sum_parameters(spec: ModelSpec) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.memory.adapters import trained_groups
 from planner.memory.groups import GroupSizes, group_numels
-from planner.memory.replay import Memory
 from planner.memory.replay_peakmark import PeakmarkReplay
 from planner.memory.states import HeldGroup, Parts, PeakmarkStates, compute_bytes
 from planner.model import ModelSpec
@@ -21,9 +19,10 @@ _BUFFERS = 2
 class OffloadedStates(PeakmarkStates):
     """What stays on the device: parameters and gradients, no master copies and no moments."""
 
+    offloads = True
+
     def __init__(self, spec: ModelSpec, *plan: Any, **options: Any) -> None:
         super().__init__(spec, *plan, **options)
-        self._bytes = replace(self._bytes, parameter=self._compute, master=0)
         self._states = self._tensors.map(lambda tensors: ())
 
     def held_numels(self) -> list[HeldGroup]:
@@ -37,17 +36,6 @@ class OffloadedStates(PeakmarkStates):
 
 class OffloadedReplay(PeakmarkReplay):
     """The engine's allocations without the optimizer's."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        workload: TrainingWorkload,
-        parallelism: Parallelism,
-        memory: Memory,
-        workspaces_bytes: int,
-    ) -> None:
-        super().__init__(spec, workload, parallelism, memory, workspaces_bytes)
-        self._sizes = replace(self._sizes, parameter=self._compute, master=0)
 
     def optimizer_step(self) -> None:
         """Copy gradients to the host and shards back; then the gradients go."""

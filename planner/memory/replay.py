@@ -31,9 +31,6 @@ from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
 NUM_STEPS = 3
-# A third micro-batch finds what the second found. Where only the last one reduces, one is needed
-# between the first, which begins the gradients, and the last.
-MAX_MICRO_BATCHES, MAX_UNREDUCED_MICRO_BATCHES = 2, 3
 Blocks = list[Any]
 
 
@@ -70,8 +67,9 @@ class Memory:
 class EngineReplay(Protocol):
     """An engine's own allocations around the sections of a step."""
 
-    reduces_each: bool
-    """Whether gradients are reduced after every micro-batch."""
+    @property
+    def repeats_from(self) -> int:
+        """How many micro-batches of a step stand for any more: more find what these found."""
 
     def start(self) -> None:
         """Build: parameters and what stays."""
@@ -253,8 +251,7 @@ def replay(
     model: ModelReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int
 ) -> Replayed:
     """Build, then run steps; the peak is the last one's."""
-    most = MAX_MICRO_BATCHES if engine.reduces_each else MAX_UNREDUCED_MICRO_BATCHES
-    micro_batches = min(grad_accumulation, most)
+    micro_batches = min(grad_accumulation, engine.repeats_from)
 
     def run_micro_batches() -> None:
         for index in range(micro_batches):

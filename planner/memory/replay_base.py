@@ -13,11 +13,14 @@ from planner.memory.optimizers import (
     step_temporaries,
     tensor_states,
 )
-from planner.memory.replay import MAX_MICRO_BATCHES, MAX_UNREDUCED_MICRO_BATCHES, Memory
+from planner.memory.replay import Memory
 from planner.model import ModelSpec
 from planner.workload import TrainingWorkload
 
 _TOKEN_BYTES, _SCALAR_BYTES = 8, 4
+# A third micro-batch finds what the second found. Where the last one does what none before it did,
+# one is needed between the first, which begins the gradients, and the last.
+_MICRO_BATCHES = 2
 
 
 class EngineBase:
@@ -33,9 +36,14 @@ class EngineBase:
         self.reduces_each, self._reduces = workload.sync_each_micro_batch, True
 
     @property
+    def _is_last_alike(self) -> bool:
+        """Whether a step's last micro-batch does what those before it do."""
+        return self.reduces_each
+
+    @property
     def repeats_from(self) -> int:
-        """Micro-batches of a step after which one more finds what the last found."""
-        return MAX_MICRO_BATCHES if self.reduces_each else MAX_UNREDUCED_MICRO_BATCHES
+        """Micro-batches of a step that stand for any more; see `EngineReplay`."""
+        return _MICRO_BATCHES if self._is_last_alike else _MICRO_BATCHES + 1
 
     def start_micro_batch(self, is_last: bool) -> None:
         """Reduce gradients in this micro-batch, or leave them whole to the last."""

@@ -10,7 +10,7 @@ from planner.memory.optimizers import stepped_groups
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
 from planner.memory.sections import FLAT_GROUPS
-from planner.memory.states import Precisions, compute_bytes, reduction_bytes
+from planner.memory.states import Precisions, compute_bytes, parameter_stage, reduction_bytes
 from planner.model import ModelSpec
 from planner.rank import with_all_experts
 from planner.workload import Engine, Loss, Parallelism, TrainingWorkload
@@ -22,8 +22,9 @@ _WHOLE = ("whole frozen", "whole")
 class PeakmarkReplay(EngineBase):
     """Our engine: flat groups, all allocated on the default stream (runners/zero/engine.py).
 
-    Stage 3 has the unit in use and the next one whole (runners/zero/gathering.py). From stage 2 on
-    what a reduction reads is held until the next group is finished (runners/zero/reduction.py).
+    Stages 1 and 2 gather ahead in the forward and free in the last micro-batch's backward; stage 3
+    has the unit in use and the next one whole (runners/zero/gathering.py). From stage 2 on what a
+    reduction reads is held until the next group is finished (runners/zero/reduction.py).
     """
 
     def __init__(
@@ -37,8 +38,11 @@ class PeakmarkReplay(EngineBase):
         super().__init__(spec, workload, memory, workspaces_bytes)
         self._finished: set[tuple[str, int]] = set()
         self._last_layer = spec.num_layers - 1
-        self._stage = parallelism.zero_stage
-        self._sizes = Precisions.of(workload.precision, Engine.PEAKMARK, self._stage)
+        self._stage, self._is_last = parallelism.zero_stage, True
+        self._gathers = parameter_stage(spec, self._stage)
+        self._sizes = Precisions.of(
+            workload.precision, Engine.PEAKMARK, self._gathers, workload.offload_optimizer
+        )
         self._compute = compute_bytes(workload.precision)
         self._sent, self._kept = reduction_bytes(
             workload.precision, workload.reduce_dtype, self._sizes.gradient
@@ -67,19 +71,33 @@ class PeakmarkReplay(EngineBase):
         self._head_unit = [("head", 0), *tied]
         self._read: list[Any] = []
 
+    @property
+    def _is_last_alike(self) -> bool:
+        return self.reduces_each and self._gathers in (0, 3)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether a shard is held in the whole group alone while that is there."""
+        return self._gathers in (1, 2) and self._sizes.parameter == self._compute
+
     def start(self) -> None:
-        """Flat parameters group by group, then the master copies."""
+        """Flat parameters group by group, then the master copies of stage 0."""
         memory, sizes = self._memory, self._sizes
         for group in self._groups:
             if self._frozen is not None:
                 self._keep_frozen(group, self._frozen.of(*group) * self._compute)
             memory.take(("whole", group), self._whole.of(*group) * self._compute)
-            if self._stage == 3:
+            if self._gathers and not self._is_its_shard:
                 memory.take(("shard", group), self._shard.of(*group) * sizes.parameter)
                 memory.give(("whole", group))
         for group in self._groups:
             memory.take(("master", group), self._stepped(group) * sizes.master)
         self._take_tokens()
+
+    @property
+    def _is_its_shard(self) -> bool:
+        """Whether nothing is gathered or freed: one rank's shard is the whole group."""
+        return self._moves and self._ranks == 1
 
     def _keep_frozen(self, group: tuple[str, int], shard_bytes: int) -> None:
         self._memory.take(("whole frozen", group), shard_bytes * self._ranks)
@@ -89,10 +107,21 @@ class PeakmarkReplay(EngineBase):
 
     def _gather(self, *groups: tuple[str, int]) -> None:
         for group in groups:
-            if self._frozen is not None:
+            if self._frozen is not None and self._stage == 3:
                 size_bytes = self._frozen.of(*group) * self._ranks * self._compute
                 self._memory.take(("whole frozen", group), size_bytes)
             self._memory.take(("whole", group), self._whole.of(*group) * self._compute)
+            if self._moves and not self._is_its_shard:
+                self._memory.give(("shard", group))
+
+    def _free(self, group: tuple[str, int]) -> None:
+        """Free what is whole of a trained group."""
+        if self._is_its_shard:
+            return
+        if self._moves:
+            shard_bytes = self._shard.of(*group) * self._sizes.parameter
+            self._memory.take(("shard", group), shard_bytes)
+        self._memory.give(("whole", group))
 
     def _keep_only(self, *kept: tuple[str, int]) -> None:
         *layers, head = self._groups[1:]
@@ -100,23 +129,40 @@ class PeakmarkReplay(EngineBase):
         self._memory.give(*((name, group) for group in gone for name in _WHOLE))
 
     def before(self, section: str, layer: int) -> None:
-        """Gather what the section uses and, ahead, what the next one does; stage 3 only."""
+        """Gather what the section uses and, ahead, what the next one does."""
         if self._stage == 3:
-            own = ("layer", layer)
-            if section == "embed":
-                self._gather(("embedding", 0), ("layer", 0))
-            elif section == "layer":
-                following = self._head_unit if layer == self._last_layer else [("layer", layer + 1)]
-                self._gather(own)
-                self._keep_only(own, *following)
-                self._gather(*following)
-            elif section in ("head", "loss_backward"):
-                self._gather(*self._head_unit)
-            elif section == "layer_backward" and layer >= self._first_trained:
-                following = [("layer", layer - 1)] if layer > self._first_trained else []
-                self._keep_only(own, *following)
-                self._gather(own, *following)
+            self._gather_and_free(section, layer)
+        elif self._gathers:
+            self._gather_once(section, layer)
         self._take_workspace(section)
+
+    def _following(self, layer: int) -> list[tuple[str, int]]:
+        return self._head_unit if layer == self._last_layer else [("layer", layer + 1)]
+
+    def _gather_once(self, section: str, layer: int) -> None:
+        embedding = ("embedding", 0)
+        if section == "embed" and self._whole.of(*embedding):
+            self._gather(embedding, ("layer", 0))
+        elif section == "layer":
+            self._gather(("layer", layer), *self._following(layer))
+        elif section == "loss_backward" and self._is_last and embedding not in self._head_unit:
+            self._free(embedding)  # its backward does not read it
+
+    def _gather_and_free(self, section: str, layer: int) -> None:
+        own = ("layer", layer)
+        if section == "embed":
+            self._gather(("embedding", 0), ("layer", 0))
+        elif section == "layer":
+            following = self._following(layer)
+            self._gather(own)
+            self._keep_only(own, *following)
+            self._gather(*following)
+        elif section in ("head", "loss_backward"):
+            self._gather(*self._head_unit)
+        elif section == "layer_backward" and layer >= self._first_trained:
+            following = [("layer", layer - 1)] if layer > self._first_trained else []
+            self._keep_only(own, *following)
+            self._gather(own, *following)
 
     def before_backward_product(self) -> None:
         """Gather the last layer ahead, where the head is a module that says when logits are done."""
@@ -151,6 +197,7 @@ class PeakmarkReplay(EngineBase):
     def start_micro_batch(self, is_last: bool) -> None:
         """No group is finished yet."""
         super().start_micro_batch(is_last)
+        self._is_last = is_last
         self._finished.clear()
 
     def _finish(self, group: tuple[str, int]) -> None:
@@ -159,8 +206,8 @@ class PeakmarkReplay(EngineBase):
         self._finished.add(group)
         if group[0] == "head" and self._tied:
             self._take_gradient(group)  # the final norm's, after the tied weight's share
-        if self._stage == 3:
-            self._memory.give(("whole", group))
+        if self._stage == 3 or (self._gathers and self._is_last):
+            self._free(group)
         is_cast = self._sent != self._sizes.gradient
         if self._reduces and (self._stage >= 2 or is_cast):
             self._settle()

@@ -78,8 +78,8 @@ def replay_stage(
     model: StageReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int, flying: int
 ) -> Replayed:
     """Build, then run steps in which up to `flying` micro-batches wait for their backward."""
-    # One more than in flight repeats from there on; see MAX_UNREDUCED_MICRO_BATCHES.
-    count = min(grad_accumulation, flying + (1 if engine.reduces_each else 2))
+    # Those in flight are alike.
+    count = min(grad_accumulation, flying - 1 + engine.repeats_from)
 
     def run_micro_batches() -> None:
         for turn in range(count + flying - 1):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from planner.memory.adapters import Trained
-from planner.memory.groups import GroupSizes, Place, group_numels, group_shapes
+from planner.memory.groups import GroupSizes, PerLayer, Place, group_numels, group_shapes
 from planner.memory.optimizers import (
     State,
     optimizer_states,
@@ -24,7 +24,7 @@ from planner.memory.optimizers import (
 )
 from planner.memory.sections import FLAT_GROUPS
 from planner.model import ModelSpec
-from planner.rank import with_all_experts
+from planner.rank import RankSpec, with_all_experts
 from planner.workload import Engine, Optimizer, Precision, ReduceDtype
 
 Parts = dict[str, Any]
@@ -60,17 +60,26 @@ class Precisions:
     ) -> Precisions:
         """Element sizes: `mixed` is bf16 with an fp32 master, in FSDP2 fp32 shards.
 
-        Our stage 3 keeps the master alone, and casts it as it is gathered. Where the optimizer
-        `offloads`, the master is on the host.
+        From stage 1 on ours keeps the master alone, and casts it as it is gathered. Where the
+        optimizer `offloads`, the master is on the host.
         """
         if precision is Precision.BF16:
             return cls(2, 2, 2, 0)
         if precision is Precision.MIXED and offloads:
             return cls(2, 2, 4, 0)
         if precision is Precision.MIXED and engine in (Engine.PEAKMARK, Engine.DEEPSPEED):
-            is_master_alone = engine is Engine.PEAKMARK and stage == 3
+            is_master_alone = engine is Engine.PEAKMARK and stage > 0
             return cls(4, 2, 4, 0) if is_master_alone else cls(2, 2, 4, 4)
         return cls(4, 4, 4, 0)
+
+
+def parameter_stage(spec: ModelSpec, stage: int) -> int:
+    """The stage as far as parameters of our engine go: 1 and 2 are as 0 where a model is split.
+
+    None of our engines runs a split model: it is predicted as Megatron-LM's distributed optimizer
+    keeps it, whole in 16 bits beside sharded master weights.
+    """
+    return 0 if stage < 3 and isinstance(spec, RankSpec) else stage
 
 
 def _ceil_div(numerator: Any, denominator: Any) -> Any:
@@ -144,6 +153,47 @@ class Gathered:
         return self._whole.layers[self._layers - 1]
 
 
+class GatheredOnce:
+    """Elements that stages 1 and 2 have whole at each place, beyond their shards.
+
+    Gathered one unit ahead in the first forward, and freed in the last micro-batch's backward as
+    gradients come; the embedding before it, unless the head is tied to it. Where a step
+    `accumulates`, the highest of its micro-batches is one that finds all whole and frees nothing.
+    """
+
+    def __init__(
+        self, whole: GroupSizes, num_layers: int, is_tied: bool, accumulates: bool
+    ) -> None:
+        self._whole, self._layers, self._accumulates = whole, num_layers, accumulates
+        self._tied = whole.embedding if is_tied else 0
+
+    def at(self, place: Place) -> Any:
+        """What is whole at `place`."""
+        whole, layers = self._whole, self._whole.layers
+        if self._accumulates or place.section in ("head", "loss"):
+            return whole.total()
+        if place.section == "embed":
+            return whole.embedding + layers[0]
+        if place.section == "layer":
+            ahead = layers.total(0, place.layer + 2)
+            is_last = place.layer == self._layers - 1
+            return whole.embedding + ahead + (whole.head if is_last else 0)
+        if place.section == "loss_backward":
+            return layers.total() + whole.head + self._tied
+        return self._tied + layers.total(0, first_finished(place, self._layers))
+
+    def ahead_of_backward(self) -> Any:
+        """Nothing: all that the backward uses is there."""
+        return 0
+
+
+def minus(left: GroupSizes, right: GroupSizes) -> GroupSizes:
+    """Subtract group by group the sizes of one model's groups."""
+    sizes = zip(left.layers.sizes, right.layers.sizes, strict=True)
+    layers = PerLayer(left.layers.kinds, tuple(one - other for one, other in sizes))
+    return GroupSizes(left.embedding - right.embedding, layers, left.head - right.head)
+
+
 def frozen_groups(kept: GroupSizes, itemsize: int | None = None) -> list[HeldGroup]:
     """What is kept of each kind of group without being trained; nothing of it is stepped."""
     groups = [("embedding", 1, kept.embedding), *kept.layers.by_kind(), ("head", 1, kept.head)]
@@ -158,6 +208,7 @@ class PeakmarkStates:
     """Our engine at one stage: what each place of a step holds beside the model's tensors."""
 
     gradients = "added"
+    offloads = False
 
     def __init__(
         self,
@@ -175,7 +226,8 @@ class PeakmarkStates:
 
         `trained` says what of the model is, where not all is.
         """
-        self._bytes = Precisions.of(precision, Engine.PEAKMARK, stage)
+        self._gathers = parameter_stage(spec, stage)
+        self._bytes = Precisions.of(precision, Engine.PEAKMARK, self._gathers, self.offloads)
         self._sent, self._kept = reduction_bytes(precision, reduce_dtype, self._bytes.gradient)
         # Gradients that are cast to be reduced are sharded at stage 1 too.
         self._shards = stage >= 2 or (stage == 1 and self._sent != self._bytes.gradient)
@@ -197,14 +249,21 @@ class PeakmarkStates:
         self.shard = spread.map(lambda numel: _ceil_div(numel, world_size))
         self.padded = numels.map(lambda numel: _ceil_div(numel, world_size) * world_size)
         units = spec.num_layers, spec.tie_word_embeddings, first_trained
-        self._gathered = [Gathered(self.padded, *units)] if stage == 3 else []
+        self._gathered: list[Gathered | GatheredOnce] = []
+        # A shard of the same dtype is in the whole group alone while that is there.
+        self._moves = self._gathers in (1, 2) and self._bytes.parameter == self._compute
+        if self._gathers in (1, 2):
+            more = minus(self.padded, self.shard) if self._moves else self.padded
+            self._gathered = [GatheredOnce(more, *units[:2], accumulates)]
+        elif stage == 3:
+            self._gathered = [Gathered(self.padded, *units)]
         if self._frozen is not None:
             frozen = self._frozen.map(lambda numel: _ceil_div(numel, world_size))
             whole = frozen.map(lambda size: size * world_size)
             self._gathered += [Gathered(whole, *units)] if stage == 3 else []
             self._frozen = frozen if stage == 3 else whole
         self._optimizer = optimizer
-        self._parameters = self.shard if stage == 3 else self.padded
+        self._parameters = self.shard if self._gathers else self.padded
         self._gradient_numels = self.shard if self._shards else self.padded
         self._stepped = self.padded if stage == 0 else self.shard
         self._tensors = stepped_groups(spec, optimizer, self._stepped, self._bytes.state)
@@ -299,17 +358,21 @@ class PeakmarkStates:
 
         Its shard comes as what the group before it held goes.
         """
-        if not self._shards or not place.in_backward:
+        if not place.in_backward:
             return {}
-        cast = self._sent - self._bytes.gradient
-        if place.section == "loss_backward":
-            return {"gradients": self.shard.head * self._kept + self.padded.head * cast}
-        if self._keeps_whole:
-            return {}  # by then the last micro-batch has freed more than this
-        group = "embedding" if place.section == "embed_backward" else "layer"
+        named = {"loss_backward": "head", "embed_backward": "embedding"}
+        group = named.get(place.section, "layer")
         shard, whole = (sizes.of(group, place.layer) for sizes in (self.shard, self.padded))
-        more = shard * self._kept + whole * cast - self._whole_before(place) * self._sent
-        return {"gradients": np.maximum(more, 0)}
+        frees = self._gathers in (1, 2) and not self._accumulates
+        # Before the whole group goes, its shard is copied out of it.
+        most = shard * self._bytes.parameter if self._moves and frees else 0
+        if self._shards and not (self._keeps_whole and group != "head"):
+            # Without a reduction each time the last micro-batch has freed more than this by then.
+            more = shard * self._kept + whole * (self._sent - self._bytes.gradient)
+            if group != "head":
+                more = more - self._whole_before(place) * self._sent
+            most = np.maximum(most, more - frees * whole * self._compute)
+        return {"gradients": most}
 
     def optimizer_step(self) -> Parts:
         """Gradients and temporaries while the largest group's optimizer steps, in bytes."""

@@ -117,9 +117,11 @@ def _own_names(plan: Plan) -> dict[str, str]:
     Whole groups are parameters, or those gathered for their use. FSDP2 copies what it gathered,
     DeepSpeed the gradients that it reduces.
     """
-    whole = "gathered" if plan.parallelism.zero_stage == 3 else "parameters"
-    copy = "temporary" if plan.parallelism.engine is Engine.DEEPSPEED else "gathered"
-    return {"whole": whole, "whole frozen": whole, "copy": copy}
+    stage, engine = plan.parallelism.zero_stage, plan.parallelism.engine
+    frozen = "gathered" if stage == 3 else "parameters"
+    whole = "gathered" if stage > 0 and engine is Engine.PEAKMARK else frozen
+    copy = "temporary" if engine is Engine.DEEPSPEED else "gathered"
+    return {"whole": whole, "whole frozen": frozen, "copy": copy}
 
 
 class _NamedAllocator:

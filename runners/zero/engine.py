@@ -1,15 +1,17 @@
 """ZeRO stages 0 to 3 around a Hugging Face causal language model.
 
 Stage 0 keeps everything on every rank, 1 shards the optimizer, 2 also the gradients, 3 also the
-parameters. Gradients are averaged over the ranks. Collectives run on a stream of their own, while
-the backward, the next forward or the optimizer goes on.
+parameters that a layer computes with. At stages 1 and 2 these are whole from a step's first forward
+to their last backward. Gradients are averaged over the ranks. Collectives run on a stream of their
+own, while forward or backward goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from runners.zero.errors import (
     check_finite,
     check_unchanged,
 )
-from runners.zero.gathering import Gatherer
+from runners.zero.gathering import Gatherer, LayerGatherer
 from runners.zero.groups import (
     FlatGroup,
     Members,
@@ -81,9 +83,7 @@ class ZeroEngine:
                 dtype=COMPUTE_DTYPES[precision],
                 device=device,
                 seed=seed,
-                shard_dtype=_shard_dtype(precision, members, offload_optimizer)
-                if stage == 3
-                else None,
+                **_sharding(stage, precision, members, offload_optimizer),
             )
             for members in partition_parameters(model)
         ]
@@ -119,11 +119,7 @@ class ZeroEngine:
         self._awaited: list[FlatGroup] = []
         self._reduces_now = False
         self._hook_gradients()
-        self._gatherer: Gatherer | None = None
-        if stage == 3:
-            self._gatherer = Gatherer(
-                model, self.groups, self.collectives, side, self._complete_above
-            )
+        self._gatherer = self._build_gatherer(side)
         options = {"stage": stage, "optimizer": optimizer, "precision": precision}
         options |= {"reduce_dtype": reduce_dtype, "max_grad_norm": max_grad_norm}
         check_equal_ranks(self.groups, self.collectives, options)
@@ -140,22 +136,23 @@ class ZeroEngine:
         self._awaited = self.trained[::-1]
         for group in self._awaited:
             group.is_awaited = True
-        with self._gatherer.backward() if self._gatherer else nullcontext():
+        with self._gatherer.backward(last_micro_batch) if self._gatherer else nullcontext():
             loss.backward()
             self._finish_backward()
 
     def step(self) -> None:
-        """Step every group's optimizer, share the new parameters, free the gradients."""
-        end: torch.cuda.Event | None = None
+        """Step every group's optimizer and free the gradients; the next forward gathers."""
         gradients = [self._reduced(group) for group in self.trained]
         if self._checks_gradients:
             check_finite(self.trained, gradients, self.collectives)
         self._clipper.clip(gradients)
+        self.release_parameters()
         with torch.no_grad():
-            for group in self._step_groups(gradients):
-                if self.stage in (1, 2):
-                    end = self._side.run(partial(group.fill, self.collectives.all_gather))
-        self._side.wait(end)
+            if self._host is not None:
+                self._host.step(gradients)
+            else:
+                for optimizer, gradient in zip(self._optimizers, gradients, strict=True):
+                    optimizer.step(gradient)
         del gradients
         for group in self.trained:
             group.free_full_gradient()
@@ -166,20 +163,8 @@ class ZeroEngine:
         whole = group.gradient if self.stage == 0 else None
         return group.own_gradient() if whole is None else whole
 
-    def _step_groups(self, gradients: Sequence[Tensor]) -> Iterator[FlatGroup]:
-        """Step the optimizers; yield each group whose shard is new."""
-        if self._host is not None:
-            for index in self._host.step(gradients):
-                yield self.trained[index]
-            return
-        for group, optimizer, gradient in zip(
-            self.trained, self._optimizers, gradients, strict=True
-        ):
-            optimizer.step(gradient)
-            yield group
-
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return a copy of every parameter (a collective call at stage 3; not counted)."""
+        """Return a copy of every parameter (a collective call from stage 1 on; not counted)."""
         values: dict[str, Tensor] = {}
         with self.collectives.uncounted():
             for group in self.groups:
@@ -189,6 +174,36 @@ class ZeroEngine:
                 if not was_gathered:
                     group.release()
         return values
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[nn.Module]:
+        """Have all of the model's parameters whole, to read, save or change them in place.
+
+        All ranks enter it, between two steps, and change alike. What is changed is kept, in fp32
+        master copies too; the rest of these stays as precise as it was. Not counted.
+        """
+        with self.collectives.uncounted():
+            if self._gatherer is not None:
+                self._gatherer.need_all()
+        try:
+            yield self.module
+        finally:
+            self._keep_changes()
+            self.release_parameters()
+
+    def release_parameters(self) -> None:
+        """Free whole parameters that a forward without a backward has left; shards stay."""
+        if self._gatherer is not None:
+            self._gatherer.release_all()
+
+    @torch.no_grad()
+    def _keep_changes(self) -> None:
+        for group, optimizer in self.stepped_groups():
+            own = group.flat if self.stage == 0 else group.own_part()
+            if optimizer is not None and not (group.moves and optimizer.values is group.shard):
+                optimizer.adopt(own)
+            if not group.moves and group.shard.dtype == own.dtype:
+                group.shard.copy_(group.own_part())
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer states held now."""
@@ -205,6 +220,14 @@ class ZeroEngine:
         """Return every group with the optimizer that steps it; None where it is frozen."""
         optimizers = iter(self._optimizers)
         return [(group, None if group.is_frozen else next(optimizers)) for group in self.groups]
+
+    def _build_gatherer(self, side: SideStream) -> Gatherer | None:
+        if self.stage == 0:
+            return None
+        if self.stage == 3:
+            plan = self.module, self.groups, self.collectives, side
+            return LayerGatherer(*plan, self._complete_above)
+        return Gatherer(self.module, self.trained, self.collectives, side)
 
     def _hook_gradients(self) -> None:
         for group in self.trained:
@@ -251,18 +274,24 @@ class ZeroEngine:
     def _complete(self, group: FlatGroup) -> None:
         group.arrived, group.is_complete, group.is_awaited = 0, False, False
         if self._gatherer is not None:
-            self._gatherer.release(group)
+            self._gatherer.finish(group)
         if self._reduces_now:
             self._reducer.start(group)
 
 
-def _shard_dtype(precision: str, members: Members, offload_optimizer: bool) -> torch.dtype:
-    """What stage 3 keeps: in `mixed` the fp32 master is the shard, and is cast as it is gathered.
+def _sharding(
+    stage: int, precision: str, members: Members, offload_optimizer: bool
+) -> dict[str, Any]:
+    """How a group is kept in shards, if it is: what is frozen at stage 3 alone.
 
-    Where the optimizer is on the host, the master is there.
+    In `mixed` the fp32 master is the shard, and is cast as it is gathered; where the optimizer is
+    on the host, the master is there.
     """
+    if stage == 0 or (members.is_frozen and stage < 3):
+        return {"shard_dtype": None}
     is_master = precision == "mixed" and not members.is_frozen and not offload_optimizer
-    return torch.float32 if is_master else COMPUTE_DTYPES[precision]
+    dtype = torch.float32 if is_master else COMPUTE_DTYPES[precision]
+    return {"shard_dtype": dtype, "moves": stage < 3 and dtype == COMPUTE_DTYPES[precision]}
 
 
 def _reduction_dtypes(precision: str, reduce_dtype: str) -> tuple[torch.dtype, torch.dtype]:

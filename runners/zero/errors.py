@@ -23,7 +23,7 @@ class ZeroError(RuntimeError):
 class ReleasedParameter(nn.Parameter):
     """A parameter whose values are on other ranks: only what it is may be read, not its values.
 
-    Parameters of stage 3 are of this class while they are not gathered. As torch's
+    Parameters are of this class, from stage 1 on, while they are not gathered. As torch's
     UninitializedParameter, it refuses every operation but attributes.
     """
 
@@ -38,9 +38,10 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         name = next((p.zero_name for p in _released(args)), "a parameter")
         raise ZeroError(
-            f"{name} is used outside its module: at ZeRO stage 3 it is whole only while the layer "
-            "that holds it runs. Use it inside that layer's forward, read it with full_parameters(), "
-            "or use stage 2."
+            f"{name} is used outside its module: it is in shards, and whole only while the layer that "
+            "holds it runs (at ZeRO stages 1 and 2 from there to the end of its backward). Use it "
+            "inside that layer's forward or inside `with engine.whole_parameters():`, or read copies "
+            "with full_parameters()."
         )
 
 
@@ -102,7 +103,8 @@ def _check_owner(owner: Owner, parameter: nn.Parameter) -> None:
     change = "was removed" if found is None else f"was replaced by a tensor of shape {shape}"
     raise ZeroError(
         f"{owner.name} {change} after the engine was built, which trains another: change values in "
-        "place (load_state_dict, copy_), or build the engine again"
+        "place inside `with engine.whole_parameters():` (load_state_dict, copy_), or build the engine "
+        "again"
     )
 
 

@@ -1,4 +1,4 @@
-"""Stage 3: parameters are whole while they are used, and those used next are on their way."""
+"""Parameters are whole while they are used, and those used next are on their way."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ BackwardBegins = Callable[[int], None]
 
 
 class Gatherer:
-    """Gathers groups one unit ahead of their use and frees them behind it.
+    """Stages 1 and 2: gathers groups one unit ahead of their first use after a step.
+
+    Each stays whole for the micro-batches of the step, and is freed in the backward of the last one
+    as soon as its gradients are there: so each is gathered once a step.
 
     Units are, in order of use, the embedding (0), every decoder layer (its index + 1) and the head
     with, where it is tied, the embedding's weight. The order is the model's own: nothing has to be
-    learned from a first step. The backward gathers layers again, never twice where a checkpoint
-    recomputes; it reads no embedding. At any time two units are whole at most: the one in use and
-    the next.
+    learned from a first step.
     """
 
     def __init__(
@@ -35,13 +36,11 @@ class Gatherer:
         groups: Sequence[FlatGroup],
         collectives: Collectives,
         side: SideStream,
-        on_backward: BackwardBegins,
     ) -> None:
-        self._all_gather, self._side, self._on_backward = collectives.all_gather, side, on_backward
-        self._is_backward = False
+        self._all_gather, self._side = collectives.all_gather, side
+        self._is_backward = self._is_last = False
         self._arrivals: dict[FlatGroup, torch.cuda.Event | None] = {}
         self._whole: list[FlatGroup] = []
-        self._reached: list[int] = []
         layers = decoder_layers(model)
         names = ["embedding", *(f"layer.{index}" for index in range(len(layers))), "head"]
         self._units = [[group for group in groups if group.name == name] for name in names]
@@ -65,6 +64,11 @@ class Gatherer:
             module.register_forward_pre_hook(partial(self._enter, last))
         head.register_forward_hook(self._leave_head)
 
+    def finish(self, group: FlatGroup) -> None:
+        """Say that a group's gradients of this micro-batch are all there."""
+        if self._is_last:
+            self.release(group)
+
     def release(self, group: FlatGroup) -> None:
         """Free a group's whole parameters, if they are there or on their way."""
         if group in self._arrivals:
@@ -74,57 +78,50 @@ class Gatherer:
             mark_released(group)
         group.release()
 
+    def release_all(self) -> None:
+        """Free all that is whole: it is old once the shards are stepped."""
+        self._keep_only(())
+
+    def need_all(self) -> None:
+        """Have every group whole."""
+        for unit in range(len(self._units)):
+            self._need(unit)
+
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Tell what a checkpoint computes again from a forward; free all that a backward leaves."""
-        self._is_backward = True
+    def backward(self, last_micro_batch: bool) -> Iterator[None]:
+        """Tell what a checkpoint computes again from a forward, and free behind the last backward.
+
+        A backward reads no embedding, unless the head is tied to it.
+        """
+        self._is_backward, self._is_last = True, last_micro_batch
+        for group in self._units[0] if last_micro_batch else ():
+            if group not in self._units[-1]:
+                self.release(group)
         try:
             yield
         finally:
-            self._is_backward = False
-        self._keep_only(())
-        self._reached.clear()
+            self._is_backward = self._is_last = False
 
     def _enter(self, unit: int, module: nn.Module, args: Any) -> None:
         """Have a unit's parameters before its forward, or before a checkpoint computes it again."""
         self._need(unit)
-        if self._is_backward or unit == len(self._units) - 1:
-            return
-        if unit == 0:
-            self._reached.clear()
-        self._keep_only((unit, unit + 1))
-        self._start(unit + 1)
+        if not self._is_backward and unit + 1 < len(self._units):
+            self._start(unit + 1)
 
     def _leave_layer(self, unit: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_backward:
-            return  # a checkpoint's recompute: its backward is about to use the parameters
-        outputs = output if isinstance(output, tuple) else (output,)
-        for tensor in outputs:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, unit))
-                if unit not in self._reached:
-                    self._reached.append(unit)
-        for group in self._units[unit]:
-            self.release(group)
+        if not self._is_backward:  # else a checkpoint's recompute, which a backward follows at once
+            _before_gradients(output, partial(self._before_backward, unit))
 
     def _leave_head(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad and not self._is_backward:
-            output.register_hook(self._before_head_backward)
+        if not self._is_backward:
+            _before_gradients(output, self._before_head_backward)
 
     def _before_head_backward(self, gradient: Tensor) -> None:
-        # Only here: the loss is often the highest moment of a step, and is over now.
-        if self._reached:
-            self._start(self._reached[-1])
+        self._need(len(self._units) - 1)
 
     def _before_backward(self, unit: int, gradient: Tensor) -> None:
-        self._on_backward(unit)
-        while self._reached and self._reached[-1] >= unit:
-            self._reached.pop()
-        following = self._reached[-1:]
-        self._keep_only((unit, *following))
+        # Whole already, unless a second backward of the same step was said to be its last.
         self._need(unit)
-        for below in following:
-            self._start(below)
 
     def _start(self, unit: int) -> None:
         """Start to gather what of a unit is neither there nor on its way."""
@@ -145,6 +142,83 @@ class Gatherer:
         kept = [group for unit in units for group in self._units[unit]]
         for group in [group for group in self._whole if group not in kept]:
             self.release(group)
+
+
+class LayerGatherer(Gatherer):
+    """Stage 3: frees groups behind their use, and gathers layers again for their backward.
+
+    Never twice where a checkpoint recomputes. At any time two units are whole at most: the one in
+    use and the next.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[FlatGroup],
+        collectives: Collectives,
+        side: SideStream,
+        on_backward: BackwardBegins,
+    ) -> None:
+        self._on_backward = on_backward
+        self._reached: list[int] = []
+        super().__init__(model, groups, collectives, side)
+
+    def finish(self, group: FlatGroup) -> None:
+        """Free a group: nothing uses it any more in this micro-batch."""
+        self.release(group)
+
+    @contextmanager
+    def backward(self, last_micro_batch: bool) -> Iterator[None]:
+        """Tell what a checkpoint computes again from a forward; free all that a backward leaves."""
+        self._is_backward = True
+        try:
+            yield
+        finally:
+            self._is_backward = False
+        self.release_all()
+        self._reached.clear()
+
+    def _enter(self, unit: int, module: nn.Module, args: Any) -> None:
+        self._need(unit)
+        if self._is_backward or unit == len(self._units) - 1:
+            return
+        if unit == 0:
+            self._reached.clear()
+        self._keep_only((unit, unit + 1))
+        self._start(unit + 1)
+
+    def _leave_layer(self, unit: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_backward:
+            return  # a checkpoint's recompute: its backward is about to use the parameters
+        hooked = _before_gradients(output, partial(self._before_backward, unit))
+        if hooked and unit not in self._reached:
+            self._reached.append(unit)
+        for group in self._units[unit]:
+            self.release(group)
+
+    def _before_head_backward(self, gradient: Tensor) -> None:
+        # Only here: the loss is often the highest moment of a step, and is over now.
+        if self._reached:
+            self._start(self._reached[-1])
+
+    def _before_backward(self, unit: int, gradient: Tensor) -> None:
+        self._on_backward(unit)
+        while self._reached and self._reached[-1] >= unit:
+            self._reached.pop()
+        following = self._reached[-1:]
+        self._keep_only((unit, *following))
+        self._need(unit)
+        for below in following:
+            self._start(below)
+
+
+def _before_gradients(output: Any, act: Callable[[Tensor], None]) -> bool:
+    """Have `act` called with the gradient of each tensor of a module's output, if any has one."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    trained = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+    for tensor in trained:
+        tensor.register_hook(act)
+    return bool(trained)
 
 
 def _modules_of(groups: Iterable[FlatGroup]) -> set[nn.Module]:

@@ -187,8 +187,9 @@ def refill_buffers(model: nn.Module, device: torch.device) -> None:
 class FlatGroup:
     """A group's parameters as views of one flat buffer, and its gradients.
 
-    With a `shard_dtype` (stage 3) the rank keeps a shard, in that dtype, and the flat buffer's
-    storage is empty except between `gather` and `release`.
+    With a `shard_dtype` (from stage 1 on) the rank keeps a shard, in that dtype, and the flat
+    buffer's storage is empty except between `gather` and `release`. A shard that `moves` is in the
+    flat buffer, in the same dtype, while that is there: it is never held twice.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class FlatGroup:
         device: torch.device,
         seed: int,
         shard_dtype: torch.dtype | None,
+        moves: bool = False,
     ) -> None:
         self.name, self.is_frozen = members.name, members.is_frozen
         self.rank = rank
@@ -218,8 +220,13 @@ class FlatGroup:
         # All views of a flat buffer in one call: these say their shapes.
         self._shapes = [torch.empty(slot.shape, device="meta") for slot in self.layout.slots]
         self._storage_bytes = self.flat.untyped_storage().nbytes()
+        self.moves = moves
+        # One rank's part of the flat buffer is all of it: then there is nothing to free.
+        self._is_its_shard = moves and world_size == 1
         if shard_dtype is not None:
-            self.shard = self.shard.to(shard_dtype, copy=True)
+            if not self._is_its_shard:
+                self.shard = self.shard.to(shard_dtype, copy=True)
+            self._shard_bytes = self.shard.untyped_storage().nbytes()
             self.release()
 
     def _adopt(self, index: int, seed: int) -> nn.Parameter:
@@ -249,22 +256,37 @@ class FlatGroup:
 
     def make_room(self) -> None:
         """Give the flat buffer its storage back, for a gather to fill."""
-        self.flat.untyped_storage().resize_(self._storage_bytes)
         self.is_gathered = True
+        if self._is_its_shard:
+            return
+        self.flat.untyped_storage().resize_(self._storage_bytes)
+        if self.moves:
+            self.own_part().copy_(self.shard)
+            self.shard.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def fill(self, all_gather: GatherInto) -> None:
         """Fill the flat buffer from all ranks' shards, each put into its place in its dtype first."""
-        own = self.layout.shard(self.flat, self.rank)
-        if own.data_ptr() != self.shard.data_ptr():
+        own = self.own_part()
+        if not self.moves and own.data_ptr() != self.shard.data_ptr():
             own.copy_(self.shard)
         all_gather(self.flat, own)
 
     def release(self) -> None:
         """Free the flat buffer's storage; the parameters keep their shapes."""
-        if self.is_gathered:
-            self.flat.untyped_storage().resize_(0)
-            self.is_gathered = False
+        if not self.is_gathered:
+            return
+        self.is_gathered = False
+        if self._is_its_shard:
+            return
+        if self.moves:
+            self.shard.untyped_storage().resize_(self._shard_bytes)
+            self.shard.copy_(self.own_part())
+        self.flat.untyped_storage().resize_(0)
+
+    def own_part(self) -> Tensor:
+        """Return the slice of the flat buffer that the rank's shard fills."""
+        return self.layout.shard(self.flat, self.rank)
 
     def begin_gradient(self) -> None:
         """Make the flat gradient, all zeros, with every parameter's `.grad` at its place in it."""

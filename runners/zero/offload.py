@@ -5,7 +5,7 @@ Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv:21
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,11 +59,8 @@ class HostStepper:
         self._came: list[torch.cuda.Event | None] = [None] * _BUFFERS
         self._left: list[torch.cuda.Event | None] = [None] * _BUFFERS
 
-    def step(self, gradients: Sequence[Tensor]) -> Iterator[int]:
-        """Step all; yields the index of each whose new shard is on its way to the device.
-
-        What is computed there from then on finds the new shard.
-        """
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Step all; what is computed on the device from then on finds the new shards."""
         if not self._gradients:
             dtype = gradients[0].dtype
             self._gradients = [_staging(self._longest, dtype) for _ in range(_BUFFERS)]
@@ -76,7 +73,6 @@ class HostStepper:
                 self._fetch(index + 1, gradients[index + 1])
             optimizer.step(self._fetched(index, optimizer.values.numel()))
             self._send(index, optimizer)
-            yield index
 
     def host_bytes(self) -> int:
         """Bytes of the buffers, without the rounding of pinned ones, and of all optimizers."""

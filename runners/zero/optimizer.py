@@ -137,6 +137,13 @@ class ShardOptimizer:
         if self._with_master:
             self._shard.copy_(self._master)
 
+    @torch.no_grad()
+    def adopt(self, working: Tensor) -> None:
+        """Take over what was changed in a working copy [n]; what was not keeps its precision."""
+        given = working.to(self.values.device)
+        is_new = given != self.values.to(given.dtype)
+        self.values.copy_(torch.where(is_new, given.to(self.values.dtype), self.values))
+
     def state_bytes(self) -> int:
         """Bytes of the optimizers' states and of the master copy."""
         master = [] if self._master is self._shard else [self._master]

@@ -55,6 +55,7 @@ def save_checkpoint(
     after the new one is on disk. Raises CheckpointError, on every rank, saying what to do.
     """
     _check_can_save(engine)
+    engine.release_parameters()
     pieces: dict[str, Piece] = {}
     scalars: dict[str, float] = {}
     for group, optimizer in engine.stepped_groups():
@@ -81,6 +82,7 @@ def load_checkpoint(engine: ZeroEngine, path: Path) -> int:
     Raises CheckpointError, on every rank, saying what to do.
     """
     _check_has_ranks(engine)
+    engine.release_parameters()
     found, data = _on_first_rank(engine, lambda: _find(path))
     description = Description.from_dict(data)
     _check_optimizer(engine, description)
@@ -146,14 +148,12 @@ def _find(path: Path) -> tuple[Path, dict[str, object]]:
 def _put_back(
     engine: ZeroEngine, restored: list[tuple[FlatGroup, ShardOptimizer | None, States]]
 ) -> None:
-    """Make everything that follows from the loaded values: states, working copies, whole groups."""
+    """Make everything that follows from the loaded values: states, working copies, frozen groups."""
     with torch.no_grad(), engine.collectives.uncounted():
         for group, optimizer, states in restored:
             if optimizer is not None:
                 optimizer.restore(states)
-            if engine.stage == 3:
-                group.release()
-            elif optimizer is None or engine.stage > 0:
+            if optimizer is None and engine.stage < 3:
                 engine.collectives.all_gather(group.flat, group.shard)
 
 

@@ -40,11 +40,11 @@ def test_the_field_is_written_where_it_is_set_only() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_device_keeps_bf16_parameters_and_no_optimizer(stage: int) -> None:
+def test_the_device_keeps_bf16_shards_and_no_optimizer(stage: int) -> None:
     memory = predict(plan(stage)).memory
     parts = {part["name"]: part["bytes"] for part in memory["components"]}
     assert "optimizer" not in parts
-    assert parts["parameters"] == 2 * TOTAL / (4 if stage == 3 else 1)
+    assert parts["parameters"] == 2 * TOTAL / 4
     assert sum(row["bytes"] for row in memory["ledger"]) == memory["allocated_bytes"]
 
 

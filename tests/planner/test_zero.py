@@ -43,10 +43,8 @@ def test_the_ideal_keeps_shards_and_a_master_once() -> None:
     kept = {stage: at(stage, 8, Place("embed")) for stage in range(4)}
     assert [(k["parameters"], k["optimizer"]) for k in kept.values()] == [
         (2 * P, 12 * P),
-        (2 * P, 12 * P / 8),
-        (2 * P, 12 * P / 8),
         # The fp32 master is the parameter: 4 bytes, and 8 of AdamW.
-        (4 * P / 8, 8 * P / 8),
+        *[(4 * P / 8, 8 * P / 8)] * 3,
     ]
 
 
@@ -56,7 +54,34 @@ def test_at_stage_three_the_unit_in_use_and_the_next_one_are_whole() -> None:
     assert at(3, 8, Place("layer", 31))["gathered"] == 2 * (LAYER + HEAD)
     assert at(3, 8, Place("loss"))["gathered"] == 2 * HEAD
     assert at(3, 8, Place("layer_backward", 4))["gathered"] == 2 * 2 * LAYER
-    assert at(2, 8, Place("layer", 4))["gathered"] == 0
+
+
+def test_at_stages_one_and_two_what_the_forward_reached_and_the_backward_not_left_is_whole() -> (
+    None
+):
+    for stage in (1, 2):
+        assert at(stage, 8, Place("embed"))["gathered"] == 2 * (EMBEDDING + LAYER)
+        assert at(stage, 8, Place("layer", 4))["gathered"] == 2 * (EMBEDDING + 6 * LAYER)
+        assert at(stage, 8, Place("layer", 31))["gathered"] == 2 * P
+        assert at(stage, 8, Place("loss"))["gathered"] == 2 * P
+        # No backward reads an embedding that is not the head too.
+        assert at(stage, 8, Place("loss_backward"))["gathered"] == 2 * (P - EMBEDDING)
+        assert at(stage, 8, Place("layer_backward", 4))["gathered"] == 2 * 5 * LAYER
+        assert at(stage, 8, Place("embed_backward"))["gathered"] == 0
+        # A step's middle micro-batch finds all whole and frees nothing.
+        several = at(stage, 8, Place("layer_backward", 4), grad_accumulation=3)
+        assert several["gathered"] == 2 * P
+
+
+def test_of_two_micro_batches_the_higher_one_counts() -> None:
+    place = Place("layer_backward", 30)
+    made = LAYER + HEAD
+    # The first has all parameters and the gradients of a layer and the head, of which the layer's
+    # are being reduced; the last has all gradients, and parameters of 31 layers.
+    first = 2 * P + 2 * (made / 64 + LAYER)
+    last = 2 * 31 * LAYER + 2 * (P / 64 + LAYER)
+    found = at(2, 64, place, grad_accumulation=2)
+    assert found["gathered"] + found["gradients"] == max(first, last) == first
 
 
 def test_gradients_are_shards_but_for_the_group_being_reduced() -> None:

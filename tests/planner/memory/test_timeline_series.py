@@ -54,7 +54,8 @@ def test_sections_follow_the_step_in_order() -> None:
     "chosen",
     [
         {"zero_stage": 3, "world_size": 4},
-        {"zero_stage": 2, "world_size": 4, "grad_accumulation": 3},
+        {"zero_stage": 2, "world_size": 4},
+        {"zero_stage": 3, "world_size": 4, "grad_accumulation": 3},
         {"engine": "fsdp2", "zero_stage": 3, "world_size": 2, "checkpointing": "full"},
         {"engine": "fsdp2", "zero_stage": 2, "world_size": 2, "optimizer": "adamw_foreach"},
         {"engine": "ddp", "precision": "fp32"},

@@ -50,14 +50,17 @@ def _loss(model: nn.Module) -> torch.Tensor:
         lambda model: model.lm_head.weight.detach(),
     ],
 )
-def test_a_released_parameter_says_whose_it_is(use: Callable[[Any], object]) -> None:
-    model, engine = _engine(3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_released_parameter_says_whose_it_is(use: Callable[[Any], object], stage: int) -> None:
+    model, engine = _engine(stage)
     with pytest.raises(
         ZeroError, match=r"lm_head\.weight is used outside its module: .* full_param"
     ):
         use(model)
     engine.backward(_loss(model), last_micro_batch=True)  # inside, it may
     with pytest.raises(ZeroError, match=r"lm_head\.weight is used outside"):
+        use(model)
+    with engine.whole_parameters():
         use(model)
 
 

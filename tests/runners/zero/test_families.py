@@ -85,7 +85,7 @@ def engine_of(model: nn.Module, stage: int, precision: str) -> ZeroEngine:
     return ZeroEngine(model, stage=stage, device=torch.device("cpu"), **options)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("family", SUPPORTED_FAMILIES)
 def test_one_step_equals_plain_torch(family: str, stage: int) -> None:
     model = build(family, "cpu")

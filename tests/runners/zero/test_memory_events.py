@@ -181,6 +181,7 @@ def _real_events(case: Case) -> list[Event]:
             sync_each_micro_batch=workload.sync_each_micro_batch,
             reduce_dtype=workload.reduce_dtype,
             max_grad_norm=workload.max_grad_norm,
+            offload_optimizer=workload.offload_optimizer,
         )
         labels = _Labels(events.append)
         tokens = torch.randint(101, (1, 8))
@@ -289,17 +290,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 reduced in fp32": {"precision": Precision.BF16, "reduce_dtype": ReduceDtype.FP32},
     "clipped": {"max_grad_norm": 1.0},
 }
+ONLY_BELOW_STAGE_3: dict[str, dict[str, Any]] = {
+    "three micro-batches": {"grad_accumulation": 3},
+    "offloaded": {"offload_optimizer": True},
+}
 
 
 def _workload(variant: str) -> TrainingWorkload:
-    return replace(PLAIN, **VARIANTS[variant])
+    return replace(PLAIN, **(VARIANTS | ONLY_BELOW_STAGE_3)[variant])
 
 
 CASES = [
     *((3, variant, tied) for variant in VARIANTS for tied in (False, True)),
-    *((2, variant, True) for variant in ("plain", "without sync", "adapters")),
-    *((2, variant, False) for variant in ("accumulated", "frozen layers", "checkpointed")),
-    *((1, variant, True) for variant in ("plain", "accumulated")),
+    *((2, variant, True) for variant in ("plain", "bf16", "without sync", "adapters")),
+    *((2, variant, False) for variant in (*VARIANTS, *ONLY_BELOW_STAGE_3)),
+    *((1, variant, True) for variant in ("plain", "bf16", "accumulated", "three micro-batches")),
+    *((1, variant, False) for variant in ("plain", "fp32", "reduced in fp32", "frozen layers")),
     *((0, variant, False) for variant in ("checkpointed", "adapters")),
 ]
 
@@ -310,6 +316,7 @@ def test_events_are_those_of_the_replay(stage: int, variant: str, tied: bool) ->
     _assert_equal(case)
 
 
+@pytest.mark.parametrize("variant", ["plain", "bf16"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_one_rank_alone_does_the_same(stage: int) -> None:
-    _assert_equal(Case(stage, ranks=1))
+def test_one_rank_alone_does_the_same(stage: int, variant: str) -> None:
+    _assert_equal(Case(stage, ranks=1, workload=_workload(variant)))
