@@ -74,7 +74,9 @@ def forward(
     ).bounded()
     q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
     k_d, v_d = (tile_descriptor(tensor, BLOCK_KEYS, tile.columns) for tensor in (k, v))
-    lists = tile_list(work, q.device)
+    lists = tile_list(work.dealt(), q.device)
+    # It may have been made on another stream; memory of a list that is dropped waits for this one.
+    lists.record_stream(torch.cuda.current_stream(q.device))
     workers = min(_workers(q.device), work.heads * work.row_tiles)
     sizes = (seq_q, seq_k, heads, work.group, work.row_tiles, work.upper, work.lower)
     with torch.cuda.device(q.device):

@@ -76,6 +76,14 @@ class ForwardWork:
             right=self.right if hides_right else None,
         )
 
+    def dealt(self) -> ForwardWork:
+        """Return the work whose tiles are dealt out as this one's: one key for all lengths of keys
+        where every tile visits as many, so that a growing cache needs no new list.
+        """
+        if self.row_tiles > 1 and (self.left is not None or self.right is not None):
+            return self
+        return replace(self, seq_k=1, left=None, right=None)
+
     @property
     def upper(self) -> int:
         """What to add to a query for the last key it sees; read with a right bound only."""

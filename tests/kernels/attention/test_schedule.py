@@ -125,6 +125,17 @@ def test_bounds_that_hide_nothing_are_left_out(
     assert make_work(1, 413, right=0).bounded().right is None
 
 
+def test_a_growing_cache_needs_one_list() -> None:
+    """One query, or all keys for all queries: the list does not depend on the number of keys."""
+    for bounds in ({"right": 0, "left": 99}, {}):
+        lists = {make_work(1, keys, **bounds).dealt() for keys in range(500, 600)}
+        assert len(lists) == 1
+    full = make_work(4096, 5000)
+    assert schedule.forward_lists(full, 132) == schedule.forward_lists(full.dealt(), 132)
+    causal = make_work(4096, 5000, causal=True)
+    assert causal.dealt() == causal
+
+
 def visible(work: ForwardWork, row: int, key: int) -> bool:
     place = row + work.seq_k - work.seq_q
     above = work.right is None or key <= place + work.right
