@@ -204,15 +204,27 @@ def packed(position_ids: Tensor, *, left: int | None = None, right: int | None =
     if position_ids.dim() != 2:
         shape = tuple(position_ids.shape)
         raise ValueError(f"position_ids has shape {shape}; it must be (B, S)")
+    first = position_ids[:, :1] - 1
+    return labelled((position_ids.diff(prepend=first) != 1).cumsum(1), left=left, right=right)
+
+
+def labelled(document_ids: Tensor, *, left: int | None = None, right: int | None = 0) -> Mask:
+    """Return the mask of documents told by a number for each token (B, S), each row by itself.
+
+    A document is a run of equal numbers. `left` and `right` are a window inside each document; the
+    default is causal. Raises ValueError for another shape.
+    """
+    if document_ids.dim() != 2:
+        shape = tuple(document_ids.shape)
+        raise ValueError(f"document_ids has shape {shape}; it must be (B, S)")
     before, after = _bound("left", left), _bound("right", right)
-    batch, seq = position_ids.shape
-    index = torch.arange(seq, device=position_ids.device).expand(batch, seq)
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    batch, seq = document_ids.shape
+    index = torch.arange(seq, device=document_ids.device).expand(batch, seq)
+    changes = document_ids.diff(dim=1) != 0
+    edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
+    starts, stops = torch.cat([edge, changes], 1), torch.cat([changes, edge], 1)
     first = torch.where(starts, index, 0).cummax(1).values
-    ends = torch.where(starts, index, seq).roll(-1, 1)
-    ends[:, -1:] = seq
-    end = ends.flip(1).cummin(1).values.flip(1)
+    end = torch.where(stops, index + 1, seq).flip(1).cummin(1).values.flip(1)
 
     def runs(before: int, after: int) -> Tensor:
         return (

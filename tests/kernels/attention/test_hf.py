@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_bidirectional_mask_function,
+)
 
 from kernels.attention import hf
 
@@ -21,6 +25,11 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+TINY = SMALL | {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+MOE = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "num_key_value_heads": 2}
+LATENT |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20}
+LATENT |= {"first_k_dense_replace": 1, "num_hidden_layers": 1}
 GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
 
 
@@ -33,7 +42,9 @@ def build(model_type: str, attention: str = hf.NAME, **fields: Any) -> PreTraine
     """Return a small model with seeded random weights."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    # transformers' grouped products of experts know no float64.
+    plain = {"attn_implementation": attention, "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, **plain)
     return model.to(DEVICE).eval()
 
 
@@ -56,7 +67,13 @@ def logits_and_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
         ("gpt2", GPT2),
         ("qwen3", SMALL | {"head_dim": 80}),
         ("mistral", SMALL | {"sliding_window": 70}),
+        ("mistral", TINY | {"sliding_window": 20}),
+        # A softcap of 0.5 bends the small logits of random weights; layers take turns in the window.
+        ("gemma2", TINY | {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 0.5}),
+        ("gpt_oss", TINY | MOE | {"sliding_window": 9}),
+        ("deepseek_v3", TINY | LATENT),
     ],
+    ids=["llama", "gpt2", "qwen3", "whole window", "mistral", "gemma2", "gpt_oss", "deepseek_v3"],
 )
 def test_logits_and_gradients_equal_the_eager_models(
     model_type: str, fields: dict[str, Any]
@@ -96,15 +113,41 @@ def test_a_ready_made_mask_is_refused() -> None:
         build("llama", **SMALL)(input_ids=tokens(), attention_mask=mask)
 
 
-def test_packed_sequences_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "fields"), [("llama", TINY), ("mistral", TINY | {"sliding_window": 9})]
+)
+def test_packed_rows_equal_eager_by_positions_and_by_lengths(
+    model_type: str, fields: dict[str, Any]
+) -> None:
     positions = torch.cat([torch.arange(30), torch.arange(40)])[None].to(DEVICE)
-    with pytest.raises(ValueError, match="a packed, windowed or custom mask"):
-        build("llama", **SMALL)(input_ids=tokens(), position_ids=positions, use_cache=False)
+    ends = torch.tensor([0, 30, 70], dtype=torch.int32, device=DEVICE)
+    packed = {"position_ids": positions, "use_cache": False}
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    with torch.no_grad():
+        expected = build(model_type, "eager", **fields)(tokens(), **packed).logits
+        ours = build(model_type, **fields)
+        torch.testing.assert_close(ours(tokens(), **packed).logits, expected)
+        by_lengths = ours(tokens(), **packed, **lengths).logits
+        torch.testing.assert_close(by_lengths, expected)
 
 
-def test_a_window_shorter_than_the_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="a packed, windowed or custom mask"):
-        build("mistral", **SMALL, sliding_window=69)(input_ids=tokens())
+def test_a_windowed_model_decodes_as_eager_past_its_window() -> None:
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    fields = TINY | {"sliding_window": 6}
+    ours = build("mistral", **fields).generate(tokens(9), **options)
+    assert torch.equal(ours, build("mistral", "eager", **fields).generate(tokens(9), **options))
+
+
+def test_chunked_attention_is_refused() -> None:
+    chunked = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match="a chunked, blockwise or custom mask"):
+        hf.attention_mask(1, 20, 20, mask_function=chunked, local_size=8)
+
+
+def test_a_symmetric_window_of_transformers_is_refused() -> None:
+    both_ways = sliding_window_bidirectional_mask_function(8)
+    with pytest.raises(ValueError, match="a chunked, blockwise or custom mask"):
+        hf.attention_mask(1, 20, 20, mask_function=both_ways, local_size=8)
 
 
 def test_a_static_cache_is_refused() -> None:
@@ -114,20 +157,13 @@ def test_a_static_cache_is_refused() -> None:
         )
 
 
-def test_gemma2_with_its_softcap_is_refused() -> None:
-    model = build("gemma2", **SMALL, head_dim=16, sliding_window=128)
-    with pytest.raises(ValueError, match="the argument softcap"):
-        model(input_ids=tokens())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dropout": 0.1}, r"attention dropout 0\.1"),
-        ({"sliding_window": 7}, "a sliding window of 7"),
-        ({"softcap": 50.0}, "the argument softcap"),
-        ({"s_aux": torch.zeros(2)}, "the argument s_aux"),
-        ({"cu_seq_lens_q": torch.tensor([0, 8])}, "the argument cu_seq_lens_q"),
+        ({"sliding_window": 7, "is_causal": False}, "a sliding window of 7 without a causal mask"),
+        ({"position_bias": torch.zeros(2)}, "the argument position_bias"),
+        ({"s_aux": torch.zeros(2)}, "sinks has shape"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
