@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._functorch.config
 import triton
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -88,15 +90,16 @@ def cases() -> Iterator[Case]:
     sliding, local = masks.window(WINDOW - 1), masks.global_local(BLOCK, WINDOW - 1)
     for dim in (128, 64):
         yield Case(name="window 4k", head_dim=dim, seq=TOKENS, mask=sliding, rule=window)
-        for seq in (8192, 2048, 32768):
-            yield Case(name="causal", head_dim=dim, seq=seq, mask=masks.CAUSAL, rule=causal)
-            yield Case(name="full", head_dim=dim, seq=seq, mask=masks.FULL, rule=None)
+        yield Case(name="causal", head_dim=dim, seq=8192, mask=masks.CAUSAL, rule=causal)
+        yield Case(name="full", head_dim=dim, seq=8192, mask=masks.FULL, rule=None)
     yield _document_case(128, TOKENS)
     yield _block_case(128, 8192)
     yield Case(name="global 128, window 4k", head_dim=128, seq=TOKENS, mask=local, rule=globals_too)
-    yield Case(
-        name="causal, softcap 50", head_dim=128, seq=8192, mask=masks.CAUSAL, rule=causal, softcap=50.0
-    )  # fmt: skip
+    capped = {"mask": masks.CAUSAL, "rule": causal, "softcap": 50.0}
+    yield Case(name="causal, softcap 50", head_dim=128, seq=8192, **capped)
+    for dim, seq in ((128, 2048), (64, 2048), (128, 32768), (64, 32768)):
+        yield Case(name="causal", head_dim=dim, seq=seq, mask=masks.CAUSAL, rule=causal)
+        yield Case(name="full", head_dim=dim, seq=seq, mask=masks.FULL, rule=None)
 
 
 def make_inputs(case: Case) -> list[Tensor]:

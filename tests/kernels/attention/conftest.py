@@ -127,7 +127,7 @@ def assert_masked_accurate() -> Callable[..., None]:
 
         def run(attention: Any, to: torch.dtype, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
             leaves = tuple(t.detach().to(to).requires_grad_() for t in (q, k, v))
-            own = None if sinks is None else sinks.detach().to(to).requires_grad_()
+            own = None if sinks is None else sinks.detach().to(q.dtype).to(to).requires_grad_()
             return results_and_gradients(attention, leaves, dout, sinks=own, **options, **more)
 
         lse, ours = run(flash_attention_with_lse, q.dtype, mask=case.mask)
@@ -172,7 +172,7 @@ WINDOWS: dict[str, tuple[Mask, Pairs]] = {
     "back 40, ahead all": (masks.window(40, None), lambda i, j: j >= i - 40),
     "prefix 45": (masks.prefix(45), lambda i, j: (j <= i) | (j < 45)),
     "prefix 0": (masks.prefix(0), lambda i, j: j <= i),
-    "prefix 1000": (masks.prefix(1000), lambda i, j: (j < 1000) & (i >= i)),
+    "prefix 1000": (masks.prefix(1000), lambda i, j: (j <= i) | (j < 1000)),
     "prefix 33, local 6": (masks.prefix(33, 6, 6), lambda i, j: ((j - i).abs() <= 6) | (j < 33)),
     "global 10, window 12": (
         masks.global_local(10, 12),
