@@ -38,7 +38,8 @@ computing, not for communication). Sizes are GiB of **allocated** memory, rank 0
 - **measured**, **predicted**: the peak, and today's prediction of it.
 - **after step**: what stays between steps: the rank's parameters and optimizer states.
 - **ideal**: the least the stage can hold with communication that overlaps: shards to the element, and
-  whole only what must be at the worst moment (at stage 3 the layer in use and the one in flight, from
+  whole only what must be at the worst moment (at stage 3 the layer in use and the one in flight, at
+  stages 1 and 2, that gather once a step, what the forward has reached and the backward not left, from
   stage 2 on the gradients being made and those being reduced), beside the plan's own activations.
   **above** is how far the measured peak is from it.
 - The split is the prediction's, at the peak. Gradients being reduced count as gradients; "rest" are

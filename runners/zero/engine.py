@@ -166,6 +166,8 @@ class ZeroEngine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter (a collective call from stage 1 on; not counted)."""
         values: dict[str, Tensor] = {}
+        if self._gatherer is not None:
+            self._gatherer.settle()
         with self.collectives.uncounted():
             for group in self.groups:
                 was_gathered = group.is_gathered
@@ -199,6 +201,8 @@ class ZeroEngine:
     @torch.no_grad()
     def _keep_changes(self) -> None:
         for group, optimizer in self.stepped_groups():
+            if not group.is_gathered:
+                continue  # a backward in the block has freed it
             own = group.flat if self.stage == 0 else group.own_part()
             if optimizer is not None and not (group.moves and optimizer.values is group.shard):
                 optimizer.adopt(own)

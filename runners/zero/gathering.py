@@ -82,6 +82,12 @@ class Gatherer:
         """Free all that is whole: it is old once the shards are stepped."""
         self._keep_only(())
 
+    def settle(self) -> None:
+        """Let what is computed from here on wait for all that is on its way."""
+        for group in list(self._arrivals):
+            self._side.wait(self._arrivals.pop(group))
+            mark_whole(group)
+
     def need_all(self) -> None:
         """Have every group whole."""
         for unit in range(len(self._units)):
