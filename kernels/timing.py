@@ -97,7 +97,8 @@ class Report:
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the norm of the difference over the norm of `exact`, in float64."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm())
 
 
 def require(name: str, error: float, limit: float) -> None:

@@ -67,6 +67,7 @@ def compare(report: Report, tokens: int, width: int, classes: int) -> None:
         calls = {name: step(loss, inputs) for name, loss in losses.items()}
         peaks = {name: peak_bytes(call) for name, call in calls.items()}
         times = times_in_turns(calls)
+        made = hidden.nbytes + weight.nbytes
         report.add(
             case,
             **{f"{name}_s": time for name, time in times.items()},
@@ -76,6 +77,9 @@ def compare(report: Report, tokens: int, width: int, classes: int) -> None:
             time_of_compiled=times["ours"] / times["compiled"],
             peak_of_transformers=peaks["ours"] / peaks["transformers"],
             peak_of_compiled=peaks["ours"] / peaks["compiled"],
+            # Every peer makes dX and dW; beside them there is what the loss itself costs.
+            beside_gradients_of_transformers=(peaks["ours"] - made)
+            / (peaks["transformers"] - made),
         )
 
 

@@ -66,4 +66,4 @@ class _FusedLinear(torch.autograd.Function):
             for g, wanted in zip(made, ctx.needs_input_grad[:2], strict=True)
         )
         del made
-        return hidden and hidden(), weight and weight(), None
+        return None if hidden is None else hidden(), None if weight is None else weight(), None

@@ -1,0 +1,213 @@
+"""Triton device code of decode attention: a few query tokens against a long cache.
+
+A program holds all query rows of one group (row r is query r // group of head r % group) and walks
+over its split of the keys. Logits live in the exp2 domain. Addresses are int64 wherever a page, row
+or head meets a stride. Nothing behind a row's length is read: stale pages may hold NaN.
+"""
+
+# ruff: noqa: N803 (compile-time arguments are upper case, as Triton code has them)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _queries(base, strides, rows, known, group, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the group's queries as (rows, BLOCK_D), zero where there is none."""
+    columns = tl.arange(0, BLOCK_D)
+    heads, tokens = (rows % group).to(tl.int64), (rows // group).to(tl.int64)
+    places = heads * strides[1] + tokens * strides[2]
+    inside = known[:, None] & (columns < HEAD_DIM)[None, :]
+    return tl.load(base + places[:, None] + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _unit_range(q):
+    """Scale rows by powers of two to below 2, for fp16; return (fp16 rows, the powers)."""
+    largest = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+    power = tl.exp2(tl.floor(tl.log2(tl.where(largest > 0, largest, 1.0))))
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+
+
+@triton.jit
+def _pages_of(table, first, end, row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each position of a tile (one for all where a page holds whole tiles), int64.
+
+    Without pages (PAGE 0) a row of the cache is its only page.
+    """
+    if PAGE == 0:
+        return row
+    if PAGE % BLOCK_N == 0:
+        pages = tl.load(table + first // PAGE, mask=first < end, other=0)
+    else:
+        positions = first + tl.arange(0, BLOCK_N)
+        pages = tl.load(table + positions // PAGE, mask=positions < end, other=0)
+    return pages.to(tl.int64)
+
+
+@triton.jit
+def _places_in(positions, PAGE: tl.constexpr):
+    """Where positions lie in their pages, int64."""
+    if PAGE == 0:
+        return positions.to(tl.int64)
+    return (positions % PAGE).to(tl.int64)
+
+
+@triton.jit
+def _softmax_step(logits, largest, total):
+    """Fold a tile of logits in: return (weights, shrink of what was summed, largest, total)."""
+    higher = tl.maximum(largest, tl.max(logits, axis=1))
+    # While a row has seen nothing, -inf - -inf must not be taken.
+    anchor = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp2(logits - anchor[:, None])
+    shrink = tl.exp2(largest - anchor)
+    return weights, shrink, higher, total * shrink + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _add_values(sums, weights, values, scales, PER_TOKEN: tl.constexpr):
+    """sums + weights @ values, each value times its scale."""
+    if PER_TOKEN:
+        # Weights times scales relative to the tile's largest stay within fp16's range.
+        unit = tl.max(tl.abs(scales), axis=0)
+        unit = tl.where(unit > 0, unit, 1.0)
+        weights *= (scales / unit)[None, :]
+        return sums + tl.dot(weights.to(values.dtype), values, input_precision="ieee") * unit
+    return tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, out, lse, lengths, table, k_scale, v_scale,
+    q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, table_stride,
+    kv_heads, group, seq_q, capacity, num_splits, scale_log2,
+    PAGE: tl.constexpr, SCALED: tl.constexpr, PER_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One split of one key-value head of one row: its output, or its part and log2-sum-exp2.
+
+    PAGE 0: k and v are (B, Hkv, S, D). Else they are (pages, Hkv, PAGE, D) and `table` says which
+    pages a row has. SCALED: k_scale and v_scale per head, or PER_TOKEN as the cache without D.
+    """
+    program, split = tl.program_id(0), tl.program_id(1)
+    batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
+    # A length may have 64 bits: it is cut to the cache before it is narrowed.
+    length = tl.minimum(tl.load(lengths + batch).to(tl.int64), capacity).to(tl.int32)
+    per_split = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
+    first_key = split * per_split
+    end = tl.minimum(first_key + per_split, length)
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    in_head = (columns < HEAD_DIM)[None, :]
+    known = rows < seq_q * group
+    limits = length - seq_q + 1 + rows // group
+    base = q + batch * q_strides[0] + head * group * q_strides[1]
+    queries = _queries(base, q_strides, rows, known, group, HEAD_DIM, BLOCK_D)
+    factor = tl.full((BLOCK_M,), scale_log2, tl.float32)
+    if SCALED:
+        queries, power = _unit_range(queries)
+        factor *= power
+    if SCALED and not PER_TOKEN:
+        factor *= tl.load(k_scale + head * k_scale_strides[1])
+    k += head * k_strides[1]
+    v += head * v_strides[1]
+    table += batch * table_stride
+
+    largest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    pages = _pages_of(table, first_key, end, batch, PAGE, BLOCK_N)
+    for first in range(first_key, end, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
+        inside = positions < end
+        places = _places_in(positions, PAGE)
+        wanted = inside[:, None] & in_head
+        k_rows = pages * k_strides[0] + places * k_strides[2]
+        v_rows = pages * v_strides[0] + places * v_strides[2]
+        keys = tl.load(k + k_rows[:, None] + columns[None, :], mask=wanted, other=0.0)
+        values = tl.load(v + v_rows[:, None] + columns[None, :], mask=wanted, other=0.0)
+        if SCALED:
+            keys, values = keys.to(tl.float16), values.to(tl.float16)
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor[:, None]
+        scales = factor
+        if PER_TOKEN:
+            at = pages * k_scale_strides[0] + head * k_scale_strides[1]
+            at += places * k_scale_strides[2]
+            logits *= tl.load(k_scale + at, mask=inside, other=0.0)[None, :]
+            at = pages * v_scale_strides[0] + head * v_scale_strides[1]
+            at += places * v_scale_strides[2]
+            scales = tl.load(v_scale + at, mask=inside, other=0.0)
+        seen = (positions[None, :] < limits[:, None]) & inside[None, :]
+        logits = tl.where(seen, logits, -float("inf"))
+        weights, shrink, largest, total = _softmax_step(logits, largest, total)
+        sums = _add_values(sums * shrink[:, None], weights, values, scales, PER_TOKEN)
+        # Carried over, so that a tile's loads do not wait for its page's number.
+        pages = _pages_of(table, first + BLOCK_N, end, batch, PAGE, BLOCK_N)
+    if SCALED and not PER_TOKEN:
+        sums *= tl.load(v_scale + head * v_scale_strides[1])
+    number = head * group + rows % group
+    _store(out, lse, out_strides, sums, largest, total, batch, number, (rows // group).to(tl.int64),
+           known, in_head, kv_heads * group, seq_q, tl.num_programs(0) * group * seq_q, IS_SPLIT, HEAD_DIM, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _store(
+    out, lse, out_strides, sums, largest, total, batch, head, token, known, in_head, heads, seq_q,
+    num_rows, IS_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store rows of the output; of a split: its part, (splits, B, Hq, Sq, D), and log2-sum-exp2."""
+    nothing = total == 0.0
+    safe = tl.where(nothing, 1.0, total)
+    result = tl.where(nothing[:, None], 0.0, sums / safe[:, None])
+    place = batch * out_strides[0] + head * out_strides[1] + token * out_strides[2]
+    if IS_SPLIT:
+        number = (batch * heads + head) * seq_q + token
+        number += tl.program_id(1).to(tl.int64) * num_rows
+        place = number * HEAD_DIM
+        tl.store(
+            lse + number, tl.where(nothing, -float("inf"), largest + tl.log2(safe)), mask=known
+        )
+    columns = tl.arange(0, BLOCK_D)
+    inside = known[:, None] & in_head
+    tl.store(out + place[:, None] + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_kernel(
+    parts,
+    lse,
+    out,
+    out_strides,
+    heads,
+    seq_q,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One query of one head: the mean of its parts, weighted by exp2(their log2-sum-exp2).
+
+    A split that saw no key has -inf there and weight 0, whatever its part holds.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK_D)
+    inside = columns < HEAD_DIM
+    largest = tl.load(lse + row)
+    for split in range(1, num_splits):
+        largest = tl.maximum(largest, tl.load(lse + row + tl.cast(split, tl.int64) * rows))
+    anchor = tl.where(largest == -float("inf"), 0.0, largest)
+    total = 0.0
+    sums = tl.zeros((BLOCK_D,), tl.float32)
+    for split in range(num_splits):
+        place = row + tl.cast(split, tl.int64) * rows
+        norm = tl.load(lse + place)
+        weight = tl.exp2(norm - anchor)
+        part = tl.load(parts + place * HEAD_DIM + columns, mask=inside, other=0.0)
+        part = tl.where(norm == -float("inf"), 0.0, part)
+        total += weight
+        sums += weight * part
+    result = sums / tl.where(total == 0.0, 1.0, total)
+    batch, head, token = row // (heads * seq_q), row // seq_q % heads, row % seq_q
+    place = batch * out_strides[0] + head * out_strides[1] + token * out_strides[2]
+    tl.store(out + place + columns, result.to(out.dtype.element_ty), mask=inside)
