@@ -26,14 +26,17 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.attention.schedule import MAX_HEAD_DIM, forward_tile
+from kernels.attention.schedule import forward_tile
 
 VARIABLE = "PEAKMARK_ATTENTION_BACKEND"
 FIRST_GLUON = (3, 6)
 TMA_BYTES = 16
 MAX_STRIDE_BYTES = 2**40
 MAX_TILES = 2**31
+MAX_HEAD_DIM = 128
 HOPPER_MASKS = ("full", "causal", "window")
+HOPPER_BACKWARD_MASKS = ("full", "causal")
+ON_REQUEST = "the fp32 accumulator of its dQ is in no prediction yet: it must be asked for by name"
 
 
 class Backend(StrEnum):
@@ -55,7 +58,8 @@ class Problem:
     """What the rule looks at; everything in it is known before a kernel is launched.
 
     `mask` is the mask's kind; `plain` says that no softcap, sink or other variant changes the
-    logits. `misaligned` names the first tensor that TMA cannot read, if any.
+    logits. `misaligned` names the first tensor that TMA cannot read, if any. `deterministic` says
+    that torch is told to use deterministic algorithms.
     """
 
     capability: tuple[int, int] | None
@@ -68,6 +72,7 @@ class Problem:
     empty: bool
     tiles: int
     misaligned: str | None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +104,31 @@ def obstacle(problem: Problem) -> str | None:
     return next((reason for reason, holds in found.items() if holds), None)
 
 
-def choose(problem: Problem, wanted: str = "auto") -> Choice:
+def backward_obstacle(problem: Problem) -> str | None:
+    """Return why the Hopper backward cannot compute `problem`, or None."""
+    if problem.mask not in HOPPER_BACKWARD_MASKS:
+        return f"its mask is of kind {problem.mask}, not full or causal"
+    if problem.deterministic:
+        return "deterministic algorithms are asked for, and dQ is added up in no fixed order"
+    return obstacle(problem)
+
+
+def choose(
+    problem: Problem, wanted: str = "auto", direction: Direction = Direction.FORWARD
+) -> Choice:
     """Return the backend for `problem`; `wanted` is auto or a Backend.
 
-    Raises ValueError if `wanted` is unknown, or is hopper and that cannot be done.
+    The Hopper backward is taken only where `wanted` names it: see ON_REQUEST. Raises ValueError if `wanted` is unknown, or is hopper and that cannot be done.
     """
     allowed = ("auto", *Backend)
     if wanted not in allowed:
         raise ValueError(f"{VARIABLE} is {wanted!r}; allowed are {', '.join(allowed)}")
-    reason = obstacle(problem)
+    is_backward = direction is Direction.BACKWARD
+    reason = backward_obstacle(problem) if is_backward else obstacle(problem)
     if wanted == Backend.TRITON:
         return Choice(Backend.TRITON, "triton was asked for")
+    if is_backward and wanted == "auto":
+        return Choice(Backend.TRITON, reason or ON_REQUEST)
     if reason is None:
         return Choice(Backend.HOPPER, None)
     if wanted == Backend.HOPPER:
@@ -155,6 +174,7 @@ def problem_of(tensors: dict[str, Tensor], *, mask: str, plain: bool) -> Problem
         empty=q.numel() == 0 or k.numel() == 0,
         tiles=tiles,
         misaligned=next(found, None),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -190,7 +210,7 @@ def forced_backend(backend: str) -> Iterator[None]:
 def pick(direction: Direction, problem: Problem) -> Backend:
     """Choose a backend for one direction, and remember the choice for `last_choice`."""
     wanted = _forced[-1] if _forced else os.environ.get(VARIABLE, "auto")
-    _ran[direction] = choose(problem, wanted)
+    _ran[direction] = choose(problem, wanted, direction)
     return _ran[direction].backend
 
 
@@ -200,6 +220,15 @@ def takes_hopper_forward(
     """Choose the backend of a forward call and say whether it is `hopper`."""
     problem = problem_of({"q": q, "k": k, "v": v, "out": out}, mask=mask, plain=plain)
     return pick(Direction.FORWARD, problem) is Backend.HOPPER
+
+
+def takes_hopper_backward(tensors: dict[str, Tensor], mask: str, *, plain: bool) -> bool:
+    """Choose the backend of a backward call and say whether it is `hopper`.
+
+    `tensors` holds q, k, v and what gradients are written to, by name; dout may lie anyhow.
+    """
+    problem = problem_of(tensors, mask=mask, plain=plain)
+    return pick(Direction.BACKWARD, problem) is Backend.HOPPER
 
 
 def last_choice(direction: Direction) -> Choice | None:

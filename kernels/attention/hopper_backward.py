@@ -1,10 +1,10 @@
-"""Host side of the fused Hopper backward: what it takes, what it allocates, and its launches.
+"""Host side of the fused Hopper backward: what it allocates, and its launches.
 
-`hopper_backward` gives what `peakmark::attention_backward` gives, faster, on compute capability 9.0.
-Besides dq, dk and dv it allocates, until it returns:
+`kernels.attention.dispatch` decides whether a call may come here. Beside dq, dk and dv, which the
+caller allocates, there live until `backward` returns:
 - the dQ accumulator, fp32, B x Sq x Hq x D;
 - lse and delta padded to whole tiles, fp32, 2 x B x Hq x (Sq rounded up to 128);
-- a copy of each input whose strides TMA cannot take (`tma_ready`).
+- a copy of dout if its strides are not what TMA takes (`tma_ready`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from kernels.attention import hopper_backward_device as device
 from kernels.attention.dispatch import misalignment
 from kernels.attention.hopper_common import GLUON_DTYPES, tile_descriptor
 
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 128
-CAPABILITY = (9, 0)
 ROW_PADDING = 128
 
 
@@ -43,64 +40,47 @@ TILES = {64: Tile(64, 2, True, 240), 128: Tile(64, 2, False, 240)}
 KEYS = device.KEYS.value * device.GROUPS.value
 
 
-def supports(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Return whether `hopper_backward` can run: a head size in eights up to 128, 16 bit, Hopper."""
-    fits = head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
-    return fits and dtype in DTYPES and capability == CAPABILITY
-
-
 def padded_head_dim(head_dim: int) -> int:
     """Return the columns of a tile, 64 or 128; TMA reads those past the head size as zero."""
     return 64 if head_dim <= 64 else 128
 
 
 def temporary_bytes(batch: int, heads: int, seq_q: int, head_dim: int) -> int:
-    """Return the bytes that live only inside `hopper_backward`, before the allocator's rounding."""
+    """Return the bytes that live only inside `backward`, before the allocator's rounding."""
     rows = batch * heads
     padded = triton.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
     return 4 * rows * seq_q * head_dim + 2 * 4 * rows * padded
 
 
-def hopper_backward(
+def backward(
+    inputs: tuple[Tensor, Tensor, Tensor],
     dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     lse: Tensor,
     delta: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of attention, each (B, H, S, D) and in memory (B, S, H, D).
+) -> None:
+    """Fill (dq, dk, dv) of attention for `inputs` (q, k, v) of the same shapes.
 
-    q, dout are (B, Hq, Sq, D), k, v (B, Hkv, Sk, D), with a contiguous last dimension; lse (natural
-    logarithm, -inf for a query that sees no key) and delta (row sums of out * dout, less dlse) are
-    fp32 (B, Hq, Sq). Needs what `supports` names. dq can differ in its last bits between calls.
+    q and dout are (B, Hq, Sq, D), k and v (B, Hkv, Sk, D), bf16 or fp16, D at most 128, no dimension
+    empty, strides as `tile_descriptor` wants them; dout is copied where they are not. dq lies in
+    memory without gaps. lse (natural logarithm, -inf for a query that sees no key) and delta (row
+    sums of out * dout, less dlse) are fp32 (B, Hq, Sq). dq can differ in its last bits between calls.
     """
-    dq, dk, dv = (_new_rows(tensor) for tensor in (q, k, v))
-    if 0 in (q.numel(), k.numel()):
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    dout, q, k, v = (tma_ready(tensor) for tensor in (dout, q, k, v))
-    with torch.cuda.device(q.device):
+    dq, dk, dv = gradients
+    with torch.cuda.device(dq.device):
         rows = _pad_rows(lse, delta)
         accumulator = torch.zeros_like(dq, dtype=torch.float32)
-        _launch((q, k, v, dout), rows, (accumulator, dk, dv), causal, scale)
+        _launch(inputs, tma_ready(dout), rows, (accumulator, dk, dv), causal, scale)
         blocks = (triton.cdiv(dq.numel(), device.SCALE_BLOCK),)
         device.scale_kernel[blocks](accumulator, dq, scale, dq.numel(), BLOCK=device.SCALE_BLOCK)
-    return dq, dk, dv
 
 
 def tma_ready(tensor: Tensor) -> Tensor:
     """Return `tensor`, or a contiguous copy if its address or strides are not what TMA takes."""
     layout = (tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.element_size())
-    return _new_rows(tensor).copy_(tensor) if misalignment(*layout) else tensor
-
-
-def _new_rows(like: Tensor) -> Tensor:
-    """Allocate a (B, H, S, D) tensor that lies in memory as (B, S, H, D)."""
-    batch, heads, seq, head_dim = like.shape
-    rows = torch.empty((batch, seq, heads, head_dim), dtype=like.dtype, device=like.device)
-    return rows.transpose(1, 2)
+    return tensor.clone(memory_format=torch.contiguous_format) if misalignment(*layout) else tensor
 
 
 def _pad_rows(lse: Tensor, delta: Tensor) -> Tensor:
@@ -123,14 +103,15 @@ def _describe_row_values(values: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _launch(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
     rows: Tensor,
     gradients: tuple[Tensor, Tensor, Tensor],
     causal: bool,
     scale: float,
 ) -> None:
     """Fill dk, dv and the dQ accumulator (`gradients`, in the order dq, dk, dv)."""
-    q, k, v, dout = inputs
+    q, k, v = inputs
     batch, heads, seq_q, head_dim = q.shape
     kv_heads, seq_k = k.shape[1:3]
     columns = padded_head_dim(head_dim)

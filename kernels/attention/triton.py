@@ -29,7 +29,7 @@ from kernels.attention.blocks import (
     choose_blocks,
     padded_head_dim,
 )
-from kernels.attention.dispatch import takes_hopper_forward
+from kernels.attention.dispatch import takes_hopper_backward, takes_hopper_forward
 from kernels.attention.masks import CAUSAL, FULL, Mask, MaskKind
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -357,6 +357,12 @@ def attention_backward(
     batch, heads, seq_q, _ = q.shape
     kv_heads, seq_k = k.shape[1:3]
     mask = _Lowered.read(causal, kind, numbers or ())
+    read_and_written = {"q": q, "k": k, "v": v, "dq": dq, "dk": dk}
+    if takes_hopper_backward(read_and_written, mask.kind, plain=softcap == 0):
+        from kernels.attention import hopper_backward
+
+        hopper_backward.backward((q, k, v), dout, lse, delta, (dq, dk, dv), causal, scale)
+        return dq, dk, dv
     inputs, strides = (q, k, v, dout, lse, delta), tuple(map(_strides, (q, k, v, dout)))
     sizes = (heads // kv_heads, seq_q, seq_k, *mask.bounds(), scale, softcap)
 

@@ -117,10 +117,18 @@ def test_the_choice_is_remembered_per_direction(monkeypatch: pytest.MonkeyPatch)
     assert dispatch.pick(Direction.BACKWARD, replace(HOPPER, mask="blocks")) is Backend.TRITON
     forward, backward = map(dispatch.last_choice, (Direction.FORWARD, Direction.BACKWARD))
     assert forward == dispatch.Choice(Backend.HOPPER, None)
-    assert (
-        backward is not None
-        and backward.reason == "its mask is of kind blocks, not full, causal or window"
-    )
+    assert backward is not None
+    assert backward.reason == "its mask is of kind blocks, not full or causal"
+
+
+def test_the_hopper_backward_runs_only_where_it_is_named() -> None:
+    auto = dispatch.choose(HOPPER, direction=Direction.BACKWARD)
+    assert auto == dispatch.Choice(Backend.TRITON, dispatch.ON_REQUEST)
+    named = dispatch.choose(HOPPER, "hopper", Direction.BACKWARD)
+    assert named == dispatch.Choice(Backend.HOPPER, None)
+    for change, said in (({"mask": "window"}, "kind window"), ({"deterministic": True}, "order")):
+        with pytest.raises(ValueError, match=said):
+            dispatch.choose(replace(HOPPER, **change), "hopper", Direction.BACKWARD)
 
 
 def test_environment_and_argument_overrule(monkeypatch: pytest.MonkeyPatch) -> None:

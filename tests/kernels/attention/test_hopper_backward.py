@@ -9,16 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.dispatch import (
+    ON_REQUEST,
+    Backend,
+    Choice,
+    Direction,
+    forced_backend,
+    last_choice,
+)
 from kernels.attention.hopper_backward import (
     ROW_PADDING,
     _pad_rows,
-    hopper_backward,
     padded_head_dim,
-    supports,
     temporary_bytes,
     tma_ready,
 )
 from kernels.attention.reference import reference_attention
+from kernels.attention.triton import attention_backward, flash_attention
 from tests.kernels.attention.conftest import DEVICE, assert_as_good_as_plain
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -31,10 +38,7 @@ SEQS = [
 ]
 
 
-def test_what_it_supports() -> None:
-    assert supports(64, BF16, (9, 0)) and supports(128, FP16, (9, 0)) and supports(40, BF16, (9, 0))
-    assert not supports(136, BF16, (9, 0)) and not supports(60, BF16, (9, 0))
-    assert not supports(64, torch.float32, (9, 0)) and not supports(64, BF16, (10, 0))
+def test_head_sizes_are_padded_to_one_of_two() -> None:
     assert [padded_head_dim(d) for d in (8, 64, 72, 128)] == [64, 64, 128, 128]
 
 
@@ -56,17 +60,29 @@ def test_rows_are_padded_so_that_nothing_weighs() -> None:
 def test_only_what_tma_cannot_read_is_copied() -> None:
     rows = torch.randn(2, 5, 3, 64, dtype=FP16).transpose(1, 2)
     assert tma_ready(rows) is rows
-    for odd in (rows[..., 1:33], rows[:, :, :1].expand(2, 3, 5, 64), rows[..., ::2]):
+    shifted = torch.randn(2 * 3 * 5 * 64 + 1, dtype=FP16)[1:].view(2, 3, 5, 64)
+    assert shifted.is_contiguous()
+    for odd in (rows[..., 1:33], rows[:, :, :1].expand(2, 3, 5, 64), rows[..., ::2], shifted):
         copy = tma_ready(odd)
         assert copy is not odd and torch.equal(copy, odd)
-        assert copy.transpose(1, 2).is_contiguous()
+        assert copy.is_contiguous() and copy.data_ptr() % 16 == 0
+
+
+def hopper_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, causal: bool
+) -> tuple[Tensor, ...]:
+    """Call the backward operator, and see that the Hopper kernels ran."""
+    with forced_backend("hopper"):
+        grads = attention_backward(dout, q, k, v, lse, delta, causal, q.shape[-1] ** -0.5)
+    choice = last_choice(Direction.BACKWARD)
+    assert choice is not None and choice.backend is Backend.HOPPER
+    return tuple(grads)
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return dq, dk, dv of ours, of float64 and of plain low precision."""
-    scale = q.shape[-1] ** -0.5
     found = []
     for dtype in (torch.float64, q.dtype):
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
@@ -76,7 +92,7 @@ def gradients(
             delta = (out.detach() * dout.double()).sum(-1).float()
             exact_lse = lse.detach().float()
     q, k, v = (tensor.detach() for tensor in (q, k, v))
-    ours = hopper_backward(dout, q, k, v, exact_lse, delta, causal, scale)
+    ours = hopper_backward(dout, q, k, v, exact_lse, delta, causal)
     names = ("dq", "dk", "dv")
     exact, plain = (dict(zip(names, values, strict=True)) for values in found)
     return dict(zip(names, ours, strict=True)), exact, plain
@@ -144,7 +160,7 @@ def test_huge_logits_and_nan_in_another_batch_stay_apart(make_inputs: Make) -> N
     lse = reference_attention(q, k, v, causal=False)[1].float()
     delta = torch.zeros_like(lse)
     delta[0] = (reference_attention(q, k, v, causal=False)[0][0] * dout[0].double()).sum(-1)
-    mixed = hopper_backward(dout, q, k, v, lse, delta, False, 64**-0.5)
+    mixed = hopper_backward(dout, q, k, v, lse, delta, False)
     assert all(tensor[0].isfinite().all() for tensor in mixed)
     assert torch.equal(mixed[1][0], clean["dk"][0]) and torch.equal(mixed[2][0], clean["dv"][0])
 
@@ -156,7 +172,7 @@ def test_huge_logits_and_nan_in_another_batch_stay_apart(make_inputs: Make) -> N
 def test_a_busy_gpu_repeats_dk_and_dv(head_dim: int, causal: bool, make_inputs: Make) -> None:
     q, k, v = (t.detach() for t in make_inputs(60, (8, 4), (512, 512), head_dim, BF16))
     lse = torch.rand(60, 8, 512, device=DEVICE) + 6
-    arguments = (torch.randn_like(q), q, k, v, lse, torch.randn_like(lse), causal, head_dim**-0.5)
+    arguments = (torch.randn_like(q), q, k, v, lse, torch.randn_like(lse), causal)
     dq, *first = hopper_backward(*arguments)
     for _ in range(20):
         again, *rest = hopper_backward(*arguments)
@@ -170,7 +186,7 @@ def test_a_busy_gpu_repeats_dk_and_dv(head_dim: int, causal: bool, make_inputs: 
 def test_it_allocates_what_it_says(make_inputs: Make) -> None:
     q, k, v = (t.detach() for t in make_inputs(2, (8, 4), (1024, 2048), 64, BF16))
     lse = torch.rand(2, 8, 1024, device=DEVICE) + 6
-    arguments = (torch.randn_like(q), q, k, v, lse, torch.zeros_like(lse), True, 0.125)
+    arguments = (torch.randn_like(q), q, k, v, lse, torch.zeros_like(lse), True)
     hopper_backward(*arguments)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -181,3 +197,17 @@ def test_it_allocates_what_it_says(make_inputs: Make) -> None:
     expected = gradient_bytes + temporary_bytes(2, 8, 1024, 64)
     assert torch.cuda.max_memory_allocated() - before == expected
     assert torch.cuda.memory_allocated() - before == gradient_bytes
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_training_step_takes_it_where_it_is_asked_for(make_inputs: Make) -> None:
+    inputs = make_inputs(2, (4, 2), (300, 300), 64, BF16)
+    out = flash_attention(*inputs, causal=True)
+    torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    assert last_choice(Direction.BACKWARD) == Choice(Backend.TRITON, ON_REQUEST)
+    plain = torch.autograd.grad(out.float().square().sum(), inputs, retain_graph=True)
+    with forced_backend("hopper"):
+        ours = torch.autograd.grad(out.float().square().sum(), inputs)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
