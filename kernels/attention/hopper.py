@@ -15,7 +15,6 @@ from torch import Tensor
 from kernels.attention.hopper_common import tile_descriptor
 from kernels.attention.hopper_forward import forward_kernel
 from kernels.attention.schedule import (
-    BLOCK_KEYS,
     GROUP_ROWS,
     SECTION_BYTES,
     ForwardTile,
@@ -73,7 +72,7 @@ def forward(
         section_bytes=section_bytes,
     ).bounded()
     q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
-    k_d, v_d = (tile_descriptor(tensor, BLOCK_KEYS, tile.columns) for tensor in (k, v))
+    k_d, v_d = (tile_descriptor(tensor, tile.keys, tile.columns) for tensor in (k, v))
     lists = tile_list(work.dealt(), q.device)
     # It may have been made on another stream; memory of a list that is dropped waits for this one.
     lists.record_stream(torch.cuda.current_stream(q.device))
@@ -82,11 +81,13 @@ def forward(
     with torch.cuda.device(q.device):
         forward_kernel[(workers,)](
             *(q_d, k_d, v_d, out_d, lse, lists, scale * math.log2(math.e), *sizes),
+            *(out, *out.stride()[:3], head_dim),
             NC=tile.groups,
             BM=GROUP_ROWS,
-            BN=BLOCK_KEYS,
+            BN=tile.keys,
             D=tile.columns,
             STAGES=tile.stages,
+            QS=tile.query_slots,
             RIGHT=work.right is not None,
             LEFT=work.left is not None,
             MASK=forward_masking(work),

@@ -72,7 +72,7 @@ def _locate(order, i, sizes):
 @gluon.jit
 def _produce(
     q_d, k_d, v_d, lists, sizes, tiles, bars,
-    NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Load Q once and K, V block by block for each tile of this program."""
     seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
@@ -97,8 +97,8 @@ def _produce(
             )
             if j == 0:
                 for c in gl.static_range(NC):
-                    slot = 2 * c + (i & 1)
-                    mbarrier.wait(q_free.index(slot), (i >> 1 & 1) ^ 1)
+                    slot = QS * c + i % QS
+                    mbarrier.wait(q_free.index(slot), (i // QS & 1) ^ 1)
                     mbarrier.expect(q_full.index(slot), q_d.block_type.nbytes)
                     row = (m * NC + c) * BM
                     tma.async_copy_global_to_shared(
@@ -129,7 +129,7 @@ def _pass_block(bars, idx, phase, v_idx, v_phase, STAGES: gl.constexpr):
 def _open_tile(
     order, i, sizes, bars, idx, phase, v_idx, v_phase,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    STAGES: gl.constexpr, QS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Wait for the Q and the first K of group C in tile i.
 
@@ -150,7 +150,7 @@ def _open_tile(
             idx, phase, v_idx, v_phase = _pass_block(bars, idx, phase, v_idx, v_phase, STAGES)
         below = own_first - first
         first, end = own_first, own_end
-    mbarrier.wait(q_full.index(2 * C + (i & 1)), i >> 1 & 1)
+    mbarrier.wait(q_full.index(QS * C + i % QS), i // QS & 1)
     mbarrier.wait(k_full.index(idx), phase)
     return batch_head, row, end - 1, end - first, below, idx, phase, v_idx, v_phase
 
@@ -214,22 +214,33 @@ def _lane_sum(p, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _store_out(
-    o_d, acc, sums, batch_head, row, sizes, o_s,
-    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
+    out, acc, sums, batch_head, row, sizes, o_s,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, MASK: gl.constexpr,
     r_l: gl.constexpr, ro_l: gl.constexpr,
 ):  # fmt: skip
     """Divide a tile's output by its row sums and store it."""
     seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
+    o_d, o_ptr, o_batch, o_head, o_row, head_dim = out
     total = gl.convert_layout(gl.sum(sums, 1), r_l)
     inverse = 1 / total
     if MASK == MASK_EVERY:
         inverse = gl.where(total > 0, inverse, 0.0)
     acc = acc * gl.convert_layout(inverse, ro_l)[:, None]
-    tma.store_wait(0)
-    o_s.index(C).reshape([BM, D]).store(acc.to(o_d.dtype))
-    fence_async_shared()
-    coordinates = [batch_head // heads, batch_head % heads, row, 0]
-    tma.async_copy_shared_to_global(o_d, coordinates, o_s.index(C))
+    batch = batch_head // heads
+    head = batch_head % heads
+    if QS == 1:
+        # No shared memory is left for the output: it goes straight from registers.
+        rows = row + gl.arange(0, BM, ro_l)
+        columns = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
+        base = o_ptr + batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head
+        pointers = base + rows.to(gl.int64)[:, None] * o_row + columns[None, :]
+        inside = (rows < seq_q)[:, None] & (columns < head_dim)[None, :]
+        gl.store(pointers, acc.to(o_d.dtype), mask=inside)
+    else:
+        tma.store_wait(0)
+        o_s.index(C).reshape([BM, D]).store(acc.to(o_d.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_d, [batch, head, row, 0], o_s.index(C))
 
 
 @gluon.jit
@@ -244,9 +255,9 @@ def _store_lse(lse_ptr, m, sums, batch_head, row, sizes, BM: gl.constexpr, r_l: 
 
 @gluon.jit
 def _consume(
-    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, MASK: gl.constexpr,
+    STAGES: gl.constexpr, QS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Attend the BM query rows of group C in each tile of this program."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
@@ -261,16 +272,17 @@ def _consume(
     seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
     q_s, k_s, v_s, o_s = tiles
     q_full, q_free, k_full, k_free, v_full, v_free = bars
+    dtype: gl.constexpr = out[0].dtype
     zero = gl.zeros([BM, BN], gl.float32, s_l)
     order, count = _own_list(lists)
     idx = 0
     phase = 0
     batch_head, row, last, blocks, below, idx, phase, v_idx, v_phase = _open_tile(
-        order, 0, sizes, bars, idx, phase, idx, phase, C, NC, BM, BN, STAGES, RIGHT, LEFT
+        order, 0, sizes, bars, idx, phase, idx, phase, C, NC, BM, BN, STAGES, QS, RIGHT, LEFT
     )
-    s_t = _scores(q_s.index(2 * C), k_s.index(idx), zero, BM, BN, D)
+    s_t = _scores(q_s.index(QS * C), k_s.index(idx), zero, BM, BN, D)
     for i in range(count):
-        q = q_s.index(2 * C + (i & 1))
+        q = q_s.index(QS * C + i % QS)
         s = warpgroup_mma_wait(0, deps=(s_t,))
         mbarrier.arrive(k_free.index(idx))
         if MASK != MASK_NONE:
@@ -278,7 +290,7 @@ def _consume(
         m = gl.max(s, 1) * scale_log2
         p = gl.exp2(s * scale_log2 - _anchor(m, MASK)[:, None])
         sums = _lane_sum(p, BM, BN)
-        pb = gl.convert_layout(p.to(o_d.dtype), p_l)
+        pb = gl.convert_layout(p.to(dtype), p_l)
         acc = gl.zeros([BM, D], gl.float32, o_l)
         for j in range(1, blocks):
             idx, phase = advance(idx, phase, STAGES)
@@ -302,9 +314,9 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=(acc_t,))
             mbarrier.arrive(v_free.index(v_idx))
             acc = acc * gl.convert_layout(alpha, ro_l)[:, None]
-            pb = gl.convert_layout(p.to(o_d.dtype), p_l)
+            pb = gl.convert_layout(p.to(dtype), p_l)
             v_idx, v_phase = advance(v_idx, v_phase, STAGES)
-        mbarrier.arrive(q_free.index(2 * C + (i & 1)))
+        mbarrier.arrive(q_free.index(QS * C + i % QS))
         mbarrier.wait(v_full.index(v_idx), v_phase)
         acc_t = warpgroup_mma(pb, v_s.index(v_idx).reshape([BN, D]), acc, is_async=True)
         v_last = v_idx
@@ -316,14 +328,14 @@ def _consume(
         if i + 1 < count:
             batch_head, row, last, blocks, below, idx, phase, v_idx, v_phase = _open_tile(
                 order, i + 1, sizes, bars, idx, phase, v_idx, v_phase,
-                C, NC, BM, BN, STAGES, RIGHT, LEFT,
+                C, NC, BM, BN, STAGES, QS, RIGHT, LEFT,
             )  # fmt: skip
         # After the last tile this is a product of stale data that nobody reads.
-        s_t = _scores(q_s.index(2 * C + (i & 1 ^ 1)), k_s.index(idx), zero, BM, BN, D)
+        s_t = _scores(q_s.index(QS * C + (i + 1) % QS), k_s.index(idx), zero, BM, BN, D)
         _store_lse(lse_ptr, m, sums, out_head, out_row, sizes, BM, r_l)
         acc = warpgroup_mma_wait(1, deps=(acc_t,))
         mbarrier.arrive(v_free.index(v_last))
-        _store_out(o_d, acc, sums, out_head, out_row, sizes, o_s, C, BM, D, MASK, r_l, ro_l)
+        _store_out(out, acc, sums, out_head, out_row, sizes, o_s, C, BM, D, QS, MASK, r_l, ro_l)
     warpgroup_mma_wait(0, deps=(s_t,))
     tma.store_wait(0)
 
@@ -336,25 +348,40 @@ def _scores(q, k, zero, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["seq_q", "seq_k", "heads", "group", "num_row_tiles", "upper", "lower"]
+    do_not_specialize=[
+        "seq_q",
+        "seq_k",
+        "heads",
+        "group",
+        "num_row_tiles",
+        "upper",
+        "lower",
+        "o_batch",
+        "o_head",
+        "o_row",
+        "head_dim",
+    ]
 )
 def forward_kernel(
     q_d, k_d, v_d, o_d, lse_ptr, lists, scale_log2, seq_q, seq_k, heads, group, num_row_tiles,
-    upper, lower, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    upper, lower, o_ptr, o_batch, o_head, o_row, head_dim, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
     RIGHT: gl.constexpr, LEFT: gl.constexpr, MASK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse: NC groups of BM query rows, BN keys per block, D columns."""
+    # Where queries have a single slot, shared memory has no room for the output (`_store_out`).
+    out_rows: gl.constexpr = BM if QS == 2 else 8
     sizes = (seq_q, seq_k, heads, group, num_row_tiles, upper, lower)
+    out = (o_d, o_ptr, o_batch, o_head, o_row, head_dim)
     dtype: gl.constexpr = q_d.dtype
     tiles = (
-        gl.allocate_shared_memory(dtype, [2 * NC, 1, 1, BM, D], q_d.layout),
+        gl.allocate_shared_memory(dtype, [QS * NC, 1, 1, BM, D], q_d.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_d.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_d.layout),
-        gl.allocate_shared_memory(dtype, [NC, 1, 1, BM, D], o_d.layout),
+        gl.allocate_shared_memory(dtype, [NC, 1, 1, out_rows, D], o_d.layout),
     )
     bars = (
-        barriers(2 * NC, 1),
-        barriers(2 * NC, 1),
+        barriers(QS * NC, 1),
+        barriers(QS * NC, 1),
         barriers(STAGES, 1),
         barriers(STAGES, NC),
         barriers(STAGES, 1),
@@ -366,14 +393,14 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    0, NC, BM, BN, D, STAGES, RIGHT, LEFT, MASK,
+                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    0, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
                 )),
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    1, NC, BM, BN, D, STAGES, RIGHT, LEFT, MASK,
+                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    1, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
                 )),
-                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, RIGHT, LEFT)),
+                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, QS, RIGHT, LEFT)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -382,18 +409,18 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    0, NC, BM, BN, D, STAGES, RIGHT, LEFT, MASK,
+                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    0, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
                 )),
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    1, NC, BM, BN, D, STAGES, RIGHT, LEFT, MASK,
+                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    1, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
                 )),
                 (_consume, (
-                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    2, NC, BM, BN, D, STAGES, RIGHT, LEFT, MASK,
+                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    2, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
                 )),
-                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, RIGHT, LEFT)),
+                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, QS, RIGHT, LEFT)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

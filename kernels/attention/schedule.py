@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 GROUP_ROWS = 64
-BLOCK_KEYS = 128
 # Half of an H100's or H200's L2 cache, which holds 50 MB: outputs and queries pass through it too.
 SECTION_BYTES = 24 << 20
 
@@ -22,13 +21,16 @@ SECTION_BYTES = 24 << 20
 class ForwardTile:
     """Columns (head size rounded up), warp groups of 64 query rows, registers of their threads.
 
-    `stages` is how many key blocks and value blocks the rings hold.
+    `keys` in one block; `stages` is how many key blocks and value blocks the rings hold, and
+    `query_slots` how many query tiles of a group: with one, the output has no buffer either.
     """
 
     columns: int
     groups: int
     registers: int
+    keys: int = 128
     stages: int = 2
+    query_slots: int = 2
 
     @property
     def rows(self) -> int:
@@ -38,13 +40,16 @@ class ForwardTile:
 
 # Compiled without spills and with asynchronous products by Triton 3.6 and 3.7
 # (tests/kernels/attention/test_hopper_compiled.py).
-FORWARD_TILES = {64: ForwardTile(64, 3, 160), 128: ForwardTile(128, 2, 240)}
-MAX_HEAD_DIM = max(FORWARD_TILES)
+FORWARD_TILES = {
+    64: ForwardTile(64, 3, 160),
+    128: ForwardTile(128, 2, 240),
+    256: ForwardTile(256, 2, 240, keys=64, query_slots=1),
+}
 
 
 def forward_tile(head_dim: int) -> ForwardTile:
-    """Return the tile for a head size of at most MAX_HEAD_DIM; columns beyond it are read as zero."""
-    return FORWARD_TILES[64 if head_dim <= 64 else 128]
+    """Return the tile for a head size of at most 256; columns beyond the head are read as zero."""
+    return next(tile for columns, tile in FORWARD_TILES.items() if head_dim <= columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +82,10 @@ class ForwardWork:
         )
 
     def dealt(self) -> ForwardWork:
-        """Return the work whose tiles are dealt out as this one's: one key for all lengths of keys
-        where every tile visits as many, so that a growing cache needs no new list.
+        """Return the work that stands for all whose tiles are dealt out as this one's.
+
+        Where every tile visits as many blocks, their number does not matter: a growing cache needs
+        no new list.
         """
         if self.row_tiles > 1 and (self.left is not None or self.right is not None):
             return self
@@ -105,10 +112,10 @@ class ForwardWork:
         end = self.seq_k
         if self.right is not None:
             end = min(end, first_row + self.tile.rows + self.upper)
-        end_block = max(1, -(-end // BLOCK_KEYS))
+        end_block = max(1, -(-end // self.tile.keys))
         if self.left is None:
             return end_block
-        return end_block - min(max(first_row + self.lower, 0) // BLOCK_KEYS, end_block - 1)
+        return end_block - min(max(first_row + self.lower, 0) // self.tile.keys, end_block - 1)
 
     @property
     def section_heads(self) -> int:
@@ -167,7 +174,10 @@ def forward_masking(work: ForwardWork) -> int:
     64; and if there are fewer keys than queries, some rows see no key at all.
     """
     if work.left is None and work.right is None:
-        return Masking.FIRST_BLOCK if work.seq_k % BLOCK_KEYS else Masking.NONE
+        return Masking.FIRST_BLOCK if work.seq_k % work.tile.keys else Masking.NONE
     aligned = work.upper >= 0 and work.upper % GROUP_ROWS == 0
     is_causal = work.left is None and work.right == 0
+    if work.tile.query_slots == 1:
+        # The form that asks each block whether to mask it spills nothing, the other 36 bytes.
+        return Masking.EVERY_BLOCK
     return Masking.FIRST_BLOCK if is_causal and aligned else Masking.EVERY_BLOCK

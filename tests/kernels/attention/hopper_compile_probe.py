@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kernels.attention.hopper_common import tile_layout
 from kernels.attention.hopper_forward import forward_kernel
-from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, forward_tile
+from kernels.attention.schedule import GROUP_ROWS, forward_tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,9 +41,10 @@ def source_of(request: str) -> GluonASTSource:
     constants: dict[str, Any] = {
         "NC": tile.groups,
         "BM": GROUP_ROWS,
-        "BN": BLOCK_KEYS,
+        "BN": tile.keys,
         "D": tile.columns,
         "STAGES": tile.stages,
+        "QS": tile.query_slots,
         "RIGHT": right == "1",
         "LEFT": left == "1",
         "MASK": int(masking),
@@ -51,10 +52,11 @@ def source_of(request: str) -> GluonASTSource:
     }
     signature = dict.fromkeys(forward_kernel.arg_names, "i32")
     signature |= {"q_d": descriptor(GROUP_ROWS), "o_d": descriptor(GROUP_ROWS)}
-    signature |= {"k_d": descriptor(BLOCK_KEYS), "v_d": descriptor(BLOCK_KEYS)}
+    signature |= {"k_d": descriptor(tile.keys), "v_d": descriptor(tile.keys)}
     signature |= {"lse_ptr": "*fp32", "lists": "*i32", "scale_log2": "fp32"}
+    signature |= {"o_ptr": f"*{dtype}"}
     signature |= dict.fromkeys(constants, "constexpr")
-    positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "lists")]
+    positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "lists", "o_ptr")]
     attributes = {(position,): [["tt.divisibility", 16]] for position in positions}
     return GluonASTSource(forward_kernel, signature, constants, attributes)
 
