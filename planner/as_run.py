@@ -14,14 +14,22 @@ from planner.plan import Plan
 # step's first product, so cuBLAS takes its workspace there, before what is gathered for the layer:
 # all that comes after lies elsewhere, and segments can be others.
 _FIRST_WITHOUT_PRODUCT = (5, 19)
+# Until 5.17 experts wrote zeros over the rows of experts on other ranks, wherever they were: copies
+# of all rows after each product (integrations/moe.py, grouped_mm_experts_forward).
+_FIRST_WITHOUT_MASKS = (5, 18)
 
 
 def as_run(plan: Plan, environment: Mapping[str, Any]) -> Plan:
     """Return `plan` as it ran in an environment with these `versions`; the newest if they are unknown."""
     text = str((environment.get("versions") or {}).get("transformers", ""))
     found = re.match(r"(\d+)\.(\d+)", text)
-    if not found or tuple(map(int, found.groups())) >= _FIRST_WITHOUT_PRODUCT:
+    if not found:
         return plan
-    if not plan.model.rotary_dim and plan.model.latent is None:
-        return plan
-    return replace(plan, model=replace(plan.model, multiplies_for_angles=True))
+    version = tuple(map(int, found.groups()))
+    model = plan.model
+    has_angles = model.rotary_dim or model.latent is not None
+    if version < _FIRST_WITHOUT_PRODUCT and has_angles:
+        model = replace(model, multiplies_for_angles=True)
+    if version < _FIRST_WITHOUT_MASKS and model.num_experts:
+        model = replace(model, masks_experts=True)
+    return plan if model is plan.model else replace(plan, model=model)

@@ -1,4 +1,4 @@
-"""Write the planner's templates: `python -m runners.trace.build [--check] [FAMILY[=KEY] ...]`."""
+"""Write the planner's templates: `python -m runners.trace.build [--check | --older] [FAMILY[=KEY] ...]`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from runners.trace.template import build_template
 from runners.trace.variants import FAMILIES, adapter_variants, variants
 
 FOLDER = Path(planner.memory.__file__).parent / "templates"
+# What recorded rows ran that newer transformers runs otherwise (`planner.as_run`).
+OLDER_FOLDER = FOLDER / "older"
 
 
 def write_family(family: str, keys: Sequence[str] = (), folder: Path = FOLDER) -> Path:
@@ -33,6 +35,15 @@ def write_family(family: str, keys: Sequence[str] = (), folder: Path = FOLDER) -
     traced |= loss_templates(whole, build_template)
     templates = read_templates(folder / f"{family}.json") if keys else {}
     templates |= {variant.key: template for variant, template in traced.items()}
+    return write_templates(family, templates, folder)
+
+
+def write_older(family: str, keys: Sequence[str], folder: Path = OLDER_FOLDER) -> Path:
+    """Trace single variants with an older transformers and put them beside those that are there."""
+    path = folder / f"{family}.json"
+    templates = read_templates(path) if path.is_file() else {}
+    every = (*variants(family), *adapter_variants(family))
+    templates |= {v.key: build_template(v) for v in every if v.key in keys}
     return write_templates(family, templates, folder)
 
 
@@ -170,17 +181,19 @@ def main(arguments: list[str]) -> None:
     """Write the named families, or all; "llama=sdpa/bf16/none" writes one variant of llama.
 
     With "--check" nothing is written: differences are printed, and the exit status is 1 if there
-    is one.
+    is one. With "--older", under transformers 5.17, the variants that are named are written for
+    recorded rows.
     """
     is_check = "--check" in arguments
+    write = write_older if "--older" in arguments else write_family
     keys: dict[str, list[str]] = {}
-    for argument in [a for a in arguments if a != "--check"] or FAMILIES:
+    for argument in [a for a in arguments if a not in ("--check", "--older")] or FAMILIES:
         family, _, key = argument.partition("=")
         keys.setdefault(family, []).extend([key] if key else [])
     num_differences = 0
     for family, chosen in keys.items():
         if not is_check:
-            path = write_family(family, chosen)
+            path = write(family, chosen)
             print(f"{family}: {path.stat().st_size} bytes", flush=True)
             continue
         before = num_differences

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from planner.as_run import as_run
+from planner.memory.groups import Place
 from planner.memory.replay import Memory
 from planner.memory.replay_base import EngineBase
+from planner.memory.sections import allocations
+from planner.memory.templates import OLDER, Traced, load_steps, template_versions, traced
 from planner.plan import Plan, parse_plan
 from planner.units import MIB_BYTES
-from planner.workload import TrainingWorkload
+from planner.workload import Precision, TrainingWorkload
 
 
 def plan_of(model: str) -> Plan:
@@ -60,3 +64,40 @@ def test_the_first_product_takes_the_forward_workspace(version: str) -> None:
     assert memory.allocator.allocated_bytes == before_layers
     engine._take_workspace("layer")
     assert memory.allocator.allocated_bytes == 32 * MIB_BYTES
+
+
+@pytest.mark.parametrize(
+    ("version", "masks"), [("5.17.0", True), ("5.18.0", False), ("6.1", False)]
+)
+def test_experts_masked_their_rows_until_5_17(version: str, masks: bool) -> None:
+    found = as_run(plan_of("mistralai/Mixtral-8x7B-v0.1"), {"versions": {"transformers": version}})
+    assert found.model.masks_experts is masks
+    assert not as_run(
+        plan_of("Qwen/Qwen3-0.6B"), {"versions": {"transformers": version}}
+    ).model.masks_experts
+
+
+def test_older_experts_copy_their_rows_behind_each_of_two_products() -> None:
+    """`masked_fill` makes a tensor; rows of gate and up in one, then of the hidden size, in bf16."""
+
+    def copies(family: str) -> tuple[int, int]:
+        steps = load_steps(Traced(family, "sdpa/bf16/none", ("moe", "moe")), "kept")
+        names = steps.steps.monomials
+        rows = [(names[row[1]], row[2]) for row in allocations(steps.rows(Place("layer", 0)))]
+        return (
+            rows.count(("batch*seq*ffn*top_k", 4)),
+            rows.count(("batch*seq*top_k*hidden", 2)),
+        )
+
+    gate_and_up, hidden = copies("mixtral")
+    assert copies(OLDER + "mixtral") == (gate_and_up + 1, hidden + 1)
+    assert template_versions(OLDER + "mixtral")["transformers"] == "5.17.0"
+
+
+def test_what_was_not_traced_with_the_older_is_predicted_as_the_newest_runs_it() -> None:
+    plan = as_run(plan_of("mistralai/Mixtral-8x7B-v0.1"), {"versions": {"transformers": "5.17.0"}})
+    assert isinstance(plan.workload, TrainingWorkload)
+    stored = traced(plan.model, plan.workload, 1024)
+    assert stored.family == OLDER + "mixtral"
+    fp32 = traced(plan.model, replace(plan.workload, precision=Precision.FP32), 1024)
+    assert fp32.family == "mixtral"
