@@ -40,6 +40,26 @@ it cannot do is an error that names the reason. Rows of the job `attention` hold
 each direction. Beside its results the `hopper` forward holds one tile list for each shape, kept for
 the next call: 4 (1 + multiprocessors + B Hq ceil(S / R)) bytes, R = 192 rows at head sizes up to 64,
 else 128.
+
+The `hopper` backward takes full and causal masks, and runs only where `hopper` is asked for by name:
+until it returns it holds, beside dq, dk and dv, dQ in fp32 (4 B Sq Hq D bytes) and padded rows of
+logsumexp and delta (1024 B Hq ceil(Sq / 128) bytes), which no memory prediction counts yet. dK and dV
+repeat bit for bit; dQ is added up in no fixed order. The portable backward, which `auto` takes, repeats
+every bit, and it alone runs where torch is told to use deterministic algorithms.
+
+## The other kernels
+
+| folder | computes | held beside inputs and results | peers |
+|---|---|---|---|
+| `cross_entropy` | linear layer and cross-entropy, both gradients in the forward; runs as the plan's loss `fused_linear` | one chunk of logits, 4 bytes per token | transformers' chain, the same compiled |
+| `rms_norm` | RMS norm | 4 bytes per row kept; backward: an fp32 row for each program | torch's own, transformers' chain |
+| `swiglu` | silu(gate) x up | nothing: silu(gate) is made again | torch's chain, the same compiled |
+| `rope` | rotary embedding of query and key | nothing | transformers' chain, the same compiled |
+| `adamw` | one step over a flat fp32 shard with a 16-bit copy | nothing: all in place | torch's fused AdamW and a copy |
+| `decode` | attention of a few new tokens against a contiguous or paged cache in bf16, fp16, fp8 or int8; no gradients | with n splits, 4 n (D + 1) bytes per query and head | torch's attention, the rate of a copy |
+
+All are custom operators with fake implementations, so `torch.compile` takes them whole; all but `adamw`
+and `decode` are differentiable. They are not called by models unless a plan says so.
 """
 HOW = """
 Every figure compares kernels inside one process on one GPU, in turns, by medians of CUDA-event

@@ -53,7 +53,7 @@ def compare(report: Report, copy_rate: float, count: int) -> None:
             ours_s=times["ours"],
             torch_s=times["torch"],
             share_of_copy_rate=BYTES_PER_ELEMENT * count / copy_rate / times["ours"],
-            speed_of_torch=times["torch"] / times["ours"],
+            ratio_to_torch=times["torch"] / times["ours"],
         )
 
 

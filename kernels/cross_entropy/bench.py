@@ -73,13 +73,12 @@ def compare(report: Report, tokens: int, width: int, classes: int) -> None:
             **{f"{name}_s": time for name, time in times.items()},
             **{f"{name}_peak_bytes": peak for name, peak in peaks.items()},
             ours_flop_s=6.0 * tokens * width * classes / times["ours"],
-            time_of_transformers=times["ours"] / times["transformers"],
-            time_of_compiled=times["ours"] / times["compiled"],
-            peak_of_transformers=peaks["ours"] / peaks["transformers"],
-            peak_of_compiled=peaks["ours"] / peaks["compiled"],
+            ratio_to_transformers=times["transformers"] / times["ours"],
+            ratio_to_compiled=times["compiled"] / times["ours"],
+            peak_share_of_transformers=peaks["ours"] / peaks["transformers"],
+            peak_share_of_compiled=peaks["ours"] / peaks["compiled"],
             # Every peer makes dX and dW; beside them there is what the loss itself costs.
-            beside_gradients_of_transformers=(peaks["ours"] - made)
-            / (peaks["transformers"] - made),
+            share_beside_gradients=(peaks["ours"] - made) / (peaks["transformers"] - made),
         )
 
 

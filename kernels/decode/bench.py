@@ -114,10 +114,10 @@ def compare(report: Report, copy_rate: float, batch: int, seq: int) -> None:
         report.add(
             case,
             **{f"{name}_s": time for name, time in times.items()},
-            bytes_per_s=read / times["bf16"],
+            read_bytes_per_s=read / times["bf16"],
             share_of_copy_rate=read / times["bf16"] / copy_rate,
-            speed_of_torch=times["torch"] / times["bf16"],
-            **{f"{name}_speed_of_bf16": times["bf16"] / times[name] for name in [*caches][1:]},
+            ratio_to_torch=times["torch"] / times["bf16"],
+            **{f"ratio_of_{name}_to_bf16": times["bf16"] / times[name] for name in [*caches][1:]},
         )
 
 

@@ -60,7 +60,7 @@ def compare(report: Report, copy_rate: float, rows: int, width: int) -> None:
                 {**case, "direction": direction},
                 **{f"{name}_s": time for name, time in times.items()},
                 share_of_copy_rate=floor_s / times["ours"],
-                **{f"speed_of_{n}": times[n] / times["ours"] for n in times if n != "ours"},
+                **{f"ratio_to_{n}": times[n] / times["ours"] for n in times if n != "ours"},
             )
 
 

@@ -53,7 +53,7 @@ def compare(
             case,
             **{f"{name}_s": time for name, time in times.items()},
             share_of_copy_rate=2 * (q.nbytes + k.nbytes) / copy_rate / times["ours"],
-            **{f"speed_of_{n}": times[n] / times["ours"] for n in times if n != "ours"},
+            **{f"ratio_to_{n}": times[n] / times["ours"] for n in times if n != "ours"},
         )
 
 

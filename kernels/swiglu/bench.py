@@ -53,7 +53,7 @@ def compare(report: Report, copy_rate: float, rows: int, width: int) -> None:
                 {**case, "direction": direction},
                 **{f"{name}_s": time for name, time in times.items()},
                 share_of_copy_rate=passes * gate.nbytes / copy_rate / times["ours"],
-                **{f"speed_of_{n}": times[n] / times["ours"] for n in times if n != "ours"},
+                **{f"ratio_to_{n}": times[n] / times["ours"] for n in times if n != "ours"},
             )
             del calls
         peaks = {n: peak_bytes(step_of(chain, gate, up, grad)) for n, chain in chains.items()}
