@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -44,9 +43,6 @@ FINAL_STATE_NAMES = frozenset(str(state) for state in FINAL_STATES)
 CURVE_LENGTHS = tuple(2**power for power in range(9, 18))
 KERNELS = ("eager", "sdpa", "triton")
 GRID_WORLDS = tuple(2**power for power in range(11))
-LOG_TAIL_BYTES = 20_000
-OWN_LOGS = ("stdout.log", "stderr.log", "supervisor.log")
-RANK_LOGS = "ranks/**/std*.log"
 SMALL_PROOF_CONFIG: Mapping[str, int] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -416,20 +412,6 @@ def run_detail(run_id: str) -> dict[str, Any] | None:
         for e in history
     ]
     return {**detail.to_dict(), "events": events}
-
-
-def log_tail(run_directory: str | None) -> str:
-    """Return the end of a run's output; empty when its files are not on this host."""
-    if run_directory is None:
-        return ""
-    directory = Path(run_directory)
-    parts = []
-    for path in (*(directory / name for name in OWN_LOGS), *sorted(directory.rglob(RANK_LOGS))):
-        with suppress(OSError), path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
-            text = file.read().decode(errors="replace").strip()
-            parts += [f"{path.relative_to(directory)}\n{text}"] if text else []
-    return "\n\n".join(parts)
 
 
 def cancel_run(run_id: str) -> bool:

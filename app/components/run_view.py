@@ -19,6 +19,7 @@ from app.components.problems import told_in_one_sentence
 from app.components.run_table import clock, duration, show_actions, state_badge
 from app.components.timeline_view import show_measured_timeline
 from app.components.verdict import sentence_in
+from app.run_logs import log_tail
 from planner.units import format_count, format_seconds
 
 REFRESH = "2s"
@@ -134,7 +135,7 @@ def _history(run: Mapping[str, Any], over: bool) -> None:
 
 
 def _log(run: Mapping[str, Any]) -> None:
-    text = services.log_tail(run["run_directory"])
+    text = log_tail(run["run_directory"])
     with (
         st.expander("Log", icon=":material/terminal:"),
         st.container(height=LOG_HEIGHT_PX, autoscroll=True),
