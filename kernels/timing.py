@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton
 
-WARMUP_MS, WINDOW_MS, ROUNDS = 20, 80, 3
+WARMUP_MS, WINDOW_MS, ROUNDS = 10, 50, 3
 COPIED_VALUES = 1 << 28
 
 

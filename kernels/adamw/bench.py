@@ -19,7 +19,7 @@ from kernels.timing import (
     times_in_turns,
 )
 
-COUNTS = [1 << 24, 1 << 28]
+COUNTS = [1 << 28]
 BYTES_PER_ELEMENT = 30
 OPTIONS = {"lr": 1e-4, "weight_decay": 0.1}
 
