@@ -44,7 +44,8 @@ def load_recorded(database: Database, directory: Path = RECORDED_DIRECTORY) -> L
 def _remove_withdrawn(database: Database, file: Path) -> None:
     if not file.exists():
         return
-    ids = json.loads(file.read_text(encoding="utf-8"))["ids"]
+    withdrawals = json.loads(file.read_text(encoding="utf-8"))["withdrawals"]
+    ids = [row_id for withdrawal in withdrawals for row_id in withdrawal["ids"]]
     withdrawn = MeasurementRow.origin == Origin.RECORDED, MeasurementRow.row_id.in_(ids)
     with database.write() as session:
         session.execute(delete(MeasurementRow).where(*withdrawn))

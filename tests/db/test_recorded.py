@@ -110,17 +110,19 @@ def test_withdrawn_rows_leave_a_database_that_has_them(tmp_path: Path) -> None:
     load_recorded(database, tmp_path)
     assert len(measurements(database)) == 2
     write(tmp_path, "a.jsonl", kept)
-    write(tmp_path, "withdrawn.json", json.dumps({"ids": [json.loads(old)["id"]]}))
+    withdrawn = {"withdrawals": [{"why": "an older engine", "ids": [json.loads(old)["id"]]}]}
+    write(tmp_path, "withdrawn.json", json.dumps(withdrawn))
     load_recorded(database, tmp_path)
     assert [found.id for found in measurements(database)] == [json.loads(kept)["id"]]
 
 
 def test_no_recorded_row_is_withdrawn() -> None:
-    withdrawn = json.loads((RECORDED_DIRECTORY / "withdrawn.json").read_text())
+    withdrawals = json.loads((RECORDED_DIRECTORY / "withdrawn.json").read_text())["withdrawals"]
     shipped = {
         json.loads(line)["id"]
         for file in RECORDED_DIRECTORY.glob("*.jsonl")
         for line in file.read_text().splitlines()
     }
-    assert withdrawn["why"] and len(set(withdrawn["ids"])) == 147
-    assert shipped.isdisjoint(withdrawn["ids"])
+    assert all(withdrawal["why"] for withdrawal in withdrawals)
+    assert [len(set(withdrawal["ids"])) for withdrawal in withdrawals] == [147, 140]
+    assert shipped.isdisjoint(row_id for w in withdrawals for row_id in w["ids"])
