@@ -123,7 +123,7 @@ def flex(case: Case) -> Attend:
     """Return compiled FlexAttention for a case, its block mask made beforehand."""
     rule, cap = case.rule, case.softcap
     sizes = {"B": None, "H": None, "Q_LEN": case.seq, "KV_LEN": case.seq}
-    made = None if rule is None else create_block_mask(rule, **sizes, _compile=True)
+    made = None if rule is None else create_block_mask(rule, **sizes)
 
     def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return cap * torch.tanh(score / cap)
