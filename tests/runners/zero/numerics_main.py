@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 0,
     },
 }
+# On a GPU the order of a product's sums depends on whether its operands are aligned to 16 bytes. In
+# DDP all parameters are; in a flat buffer they are where all sizes are multiples of eight elements.
+ALIGNED: dict[str, dict[str, Any]] = {
+    "llama": {**CONFIGS["llama"], "hidden_size": 16, "intermediate_size": 24, "head_dim": 8},
+    "gpt2": {**CONFIGS["gpt2"], "n_embd": 16, "n_inner": 24, "n_positions": 32},
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class Case:
     sync: bool = True
     checkpointing: bool = False
     lora: bool = False
+    max_grad_norm: float = 0.0
 
     def at(self, stage: int) -> Case:
         """Return the same training at another stage."""
@@ -86,6 +94,10 @@ BOUNDED = (
     Case("llama", accumulation=2, precision="mixed"),
 )
 BOUNDED_WORLDS = (3,)
+CLIPPED = {
+    2: (Case("llama", max_grad_norm=0.1),),
+    3: (Case("gpt2", accumulation=2, sync=False, checkpointing=True, max_grad_norm=0.1),),
+}
 SAVED = (Case("gpt2"), Case("llama", precision="mixed"), Case("llama", lora=True))
 
 
@@ -124,13 +136,15 @@ class OrderedCollectives(ProcessGroupCollectives):
         output.copy_(self._ordered(full, op).view(self.world_size, -1)[self.rank])
 
 
-def build_model(case: Case) -> nn.Module:
+def build_model(case: Case, device: torch.device) -> nn.Module:
     """Return a tiny model with reproducible weights, adapters with a part in the output too."""
-    config = AutoConfig.for_model(case.model, **CONFIGS[case.model])
+    sizes = (ALIGNED if device.type == "cuda" else CONFIGS)[case.model]
+    config = AutoConfig.for_model(case.model, **sizes)
     torch.manual_seed(1)
     model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if case.lora:
-        adapter = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+        rank = 8 if device.type == "cuda" else 3
+        adapter = LoraConfig(r=rank, lora_alpha=6, target_modules=["q_proj", "down_proj"])
         inject_adapter_in_model(adapter, model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
@@ -138,7 +152,7 @@ def build_model(case: Case) -> nn.Module:
                 nn.init.normal_(parameter.data, std=0.1)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    return model.train().to(device)
 
 
 def batch(step: int, index: int, device: torch.device) -> Tensor:
@@ -169,7 +183,7 @@ class Training:
     ) -> Training:
         """Build the model and its engine."""
         is_ddp = case.stage == DDP
-        model = build_model(case).to(device)
+        model = build_model(case, device)
         engine = (DdpEngine if is_ddp else ZeroEngine)(
             model,
             stage=0 if is_ddp else case.stage,
@@ -179,6 +193,7 @@ class Training:
             device=device,
             collectives=collectives,
             sync_each_micro_batch=case.sync,
+            max_grad_norm=case.max_grad_norm,
         )
         if is_ddp:
             # DDP reads a hook's annotations, which must not be text: a lambda has none.
@@ -212,6 +227,22 @@ class Training:
             slots = zip(group.layout.slots, group.layout.views(full), strict=True)
             found.update((slot.name, view.clone()) for slot, view in slots)
         return found
+
+    def note_clipped(self) -> list[dict[str, Tensor]]:
+        """Return a list that will hold, for each step, what the optimizer is given."""
+        noted: list[dict[str, Tensor]] = []
+        if isinstance(self.engine, DdpEngine):
+            note = lambda *_: noted.append(self.gradients())  # noqa: E731
+            self.engine._optimizers[0].register_step_pre_hook(note)
+            return noted
+        clip = self.engine._clipper.clip
+
+        def clip_and_note(parts: list[Tensor]) -> None:
+            clip(parts)
+            noted.append(self.gradients())
+
+        self.engine._clipper.clip = clip_and_note
+        return noted
 
     def run(self, first: int, last: int) -> dict[str, Any]:
         """Train steps `first` to `last` - 1; return losses, gradients and parameters."""
@@ -249,7 +280,7 @@ def worst_share_of_bound(case: Case, device: torch.device) -> float:
     ranks, worst = collectives.world_size, 0.0
     roundings = (ranks + case.accumulation - 1) * (2**-24 if case.precision == "fp32" else 2**-8)
     gamma = roundings / (1 - roundings)
-    plain = build_model(case).to(device, next(training.engine.module.parameters()).dtype)
+    plain = build_model(case, device).to(dtype=next(training.engine.module.parameters()).dtype)
     for step in range(BOUND_STEPS):
         plain.load_state_dict(training.engine.full_parameters(), strict=False)
         exact, size = exact_gradients(plain, case, collectives, step)
@@ -260,6 +291,45 @@ def worst_share_of_bound(case: Case, device: torch.device) -> float:
             assert torch.all(error[bound == 0] == 0)
             worst = max(worst, (error / bound.clamp_min(1e-300)).max().item())
         training.engine.step()
+    return worst
+
+
+def train_clipped(
+    case: Case, collectives: ProcessGroupCollectives, device: torch.device
+) -> dict[str, Any]:
+    """Train with clipping; add, of each step, whether it clipped and its `share_of_bound`."""
+    training = Training.begin(case, collectives, device)
+    clipped = training.note_clipped()
+    found = training.run(0, STEPS)
+    pairs = list(zip(found["gradients"], clipped, strict=True))
+    found["clips"] = [any(not torch.equal(b[n], a[n]) for n in b) for b, a in pairs]
+    ranks = collectives.world_size
+    found["shares"] = [share_of_bound(case, before, after, ranks) for before, after in pairs]
+    return found
+
+
+def share_of_bound(
+    case: Case, before: dict[str, Tensor], after: dict[str, Tensor], ranks: int
+) -> float:
+    """Return max |clipped - exact| / bound of one step's gradients in fp32: at most 1.
+
+    Exact is g min(1, M / (norm + 1e-6)) in float64, as torch.nn.utils.clip_grad_norm_ defines it.
+    The squares of n elements are rounded, and n + ranks terms are added in some order, over groups
+    or parameters whose roots are taken and squared again; root, sum, quotient and product round ten
+    times more at most: n + ranks + 10 roundings of relative size u = 2^-24, so that the relative
+    error is at most k u / (1 - k u) (Higham, section 3.1).
+    """
+    numel = sum(gradient.numel() for gradient in before.values())
+    norm = torch.stack([g.double().square().sum() for g in before.values()]).sum().sqrt().item()
+    scale = min(1.0, case.max_grad_norm / (norm + 1e-6))
+    roundings = (numel + ranks + 10) * 2**-24
+    gamma = roundings / (1 - roundings)
+    worst = 0.0
+    for name, gradient in before.items():
+        exact = gradient.double() * scale
+        error, bound = (after[name].double() - exact).abs(), gamma * exact.abs()
+        assert torch.all(error[bound == 0] == 0)
+        worst = max(worst, (error / bound.clamp_min(1e-300)).max().item())
     return worst
 
 
@@ -325,6 +395,8 @@ def run_world(
         for alike in ALIKE[world_size]
         for case in engines_of(alike)
     }
+    for case in chain.from_iterable(map(engines_of, CLIPPED.get(world_size, ()))):
+        results["clipped", case] = train_clipped(case, ordered, device)
     if world_size in BOUNDED_WORLDS:
         for case in (c.at(stage) for c in BOUNDED for stage in range(4)):
             results["bound", case] = worst_share_of_bound(case, device)

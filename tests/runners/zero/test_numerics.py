@@ -40,9 +40,11 @@ Results = dict[int, list[dict[str, Any]]]
 def _run(out: Path, device: str, backend: str, world_sizes: tuple[int, ...]) -> Results:
     command = [sys.executable, str(HERE / "numerics_main.py"), str(out), device, backend]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # The ranks are forked, so nothing that is imported before may begin CUDA to count GPUs.
+    environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     done = subprocess.run(
         [*command, *map(str, world_sizes)],
-        env={**environment, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        env=environment,
         capture_output=True,
         text=True,
     )
@@ -82,6 +84,28 @@ def check_alike(worlds: Results) -> None:
                 _assert_alike(ranks, case, alike)
 
 
+def check_clipped(worlds: Results) -> None:
+    """Hold clipping to its bound in every engine, and stages with one order of squares to each other.
+
+    A norm is summed over shards from stage 1 on, over whole groups at stage 0, by parameter in DDP.
+    """
+    for size, ranks in worlds.items():
+        for clipped in main.CLIPPED.get(size, ()):
+            for case in main.engines_of(clipped):
+                found = [results[repr(("clipped", case))] for results in ranks]
+                assert all(found[0]["clips"]), case
+                assert {tuple(one["shares"]) for one in found} == {tuple(found[0]["shares"])}
+                assert 0 < max(found[0]["shares"]) <= 1, case
+                parameters = [one["parameters"] for one in found]
+                assert all(_differences(one, parameters[0]) == [] for one in parameters)
+            for stage in (2, 3):
+                for results in ranks:
+                    named = [results[repr(("clipped", clipped.at(s)))] for s in (1, stage)]
+                    first, other = named
+                    assert first["losses"] == other["losses"]
+                    assert _differences(first["parameters"], other["parameters"]) == []
+
+
 def check_loaded(worlds: Results, out_size: int, saved_size: int) -> None:
     """Hold what one world loaded to what the other saved, and how it went on."""
     for case in main.SAVED:
@@ -111,6 +135,10 @@ def test_stages_and_ddp_train_alike_bit_by_bit(worlds: Results) -> None:
     check_alike(worlds)
 
 
+def test_clipping_scales_to_the_norm_over_all_parameters_and_ranks(worlds: Results) -> None:
+    check_clipped(worlds)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bounded", main.BOUNDED, ids=lambda case: f"{case.model}-{case.precision}")
 def test_gloos_own_sums_stay_within_their_bound(worlds: Results, bounded: Any, stage: int) -> None:
@@ -133,6 +161,7 @@ def test_what_four_ranks_saved_three_load(worlds: Results) -> None:
 def test_ranks_that_share_a_gpu_train_alike(tmp_path: Path) -> None:
     worlds = _run(tmp_path, "cuda:0", "cpu:gloo,cuda:gloo", (4, 2))
     check_alike(worlds)
+    check_clipped(worlds)
     check_loaded(worlds, 2, 4)
 
 
@@ -141,4 +170,5 @@ def test_ranks_that_share_a_gpu_train_alike(tmp_path: Path) -> None:
 def test_two_gpus_over_nccl_train_alike_and_one_loads_what_they_saved(tmp_path: Path) -> None:
     worlds = _run(tmp_path, "cuda:rank", "cpu:gloo,cuda:nccl", (2, 1))
     check_alike(worlds)
+    check_clipped(worlds)
     check_loaded(worlds, 1, 2)
