@@ -150,6 +150,12 @@ class _Run:
         lines = (self.directory / "log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
+    def last_event(self) -> str:
+        """Return what rank 0 was at, as it told."""
+        events = self.directory / "events-rank0.jsonl"
+        lines = events.read_text().splitlines() if events.exists() else []
+        return lines[-1] if lines else "its start"
+
     def _holds_device(self) -> bool:
         events = self.directory / "events-rank0.jsonl"
         return events.exists() and '"device_held"' in events.read_text()
@@ -196,6 +202,7 @@ class Recorder:
                 self._finish(run)
             time.sleep(_POLL_S)
         for run in self._active:
+            print(f"stopped    {run.entry.label}, at {run.last_event()}", flush=True)
             run.stop()
         self._count("not_run", len(waiting) + len(self._active))
 

@@ -87,7 +87,7 @@ def _measure_locally(session: JobSession, watch: Stopwatch, ends_at: float) -> N
 def _point(case: Case, watch: Stopwatch, device: torch.device) -> Curve:
     times_s = case.times_s(watch, device)
     return Curve(
-        operation=case.operation,
+        operation=case.measured_operation,
         shape=case.shape,
         dtype=case.dtype,
         bytes=case.bytes,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention.dispatch import Direction, last_choice
 from planner.units import GIB_BYTES, KIB_BYTES, MIB_BYTES
 from runners.jobs.attention_kernels import KERNELS, AttentionShape, reason_to_skip
 from runners.jobs.stopwatch import Stopwatch, Work
@@ -36,6 +38,11 @@ class Case:
     flops: float
     prepare: Prepare
 
+    @property
+    def measured_operation(self) -> str:
+        """What was measured, once it was."""
+        return self.operation
+
     def times_s(self, watch: Stopwatch, device: torch.device) -> list[float]:
         """Measure it on the device's stream."""
         return watch.device_times_s(self.prepare(device))
@@ -51,6 +58,19 @@ class HostCase(Case):
     def times_s(self, watch: Stopwatch, device: torch.device) -> list[float]:
         """Measure it on the host's clock."""
         return watch.host_times_s(self.prepare(device), calls=self.calls, waits=self.waits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnAttentionCase(Case):
+    """One direction of our attention, which chooses among its kernels by itself."""
+
+    direction: Direction
+
+    @property
+    def measured_operation(self) -> str:
+        """What was measured, with the kernel that ran last."""
+        ran = last_choice(self.direction)
+        return self.operation if ran is None else f"attention_{self.direction}_{ran.backend}"
 
 
 def local_cases(device: torch.device) -> list[Case]:
@@ -229,41 +249,49 @@ def _attention(device: torch.device) -> Iterator[Case]:
     """Causal attention of 16,384 tokens, hidden size 2,048, four query heads to a key head."""
     tokens, hidden = (16384, 2048) if device.type == "cuda" else (128, 64)
     lengths = (1024, 4096, 16384) if device.type == "cuda" else (64,)
-    for head_dim in (64, 128) if device.type == "cuda" else (16,):
-        for length in lengths:
-            heads = hidden // head_dim
-            shape = AttentionShape(
-                batch=tokens // length,
-                heads=heads,
-                kv_heads=heads // 4,
-                head_dim=head_dim,
-                sequence_length=length,
-                causal=True,
-            )
-            for kernel in ("sdpa", "triton"):
-                if reason_to_skip(kernel, shape, torch.bfloat16, device) is None:
-                    yield _attend_case(kernel, shape, backward=False)
-                    yield _attend_case(kernel, shape, backward=True)
+    shapes = [
+        AttentionShape(
+            batch=tokens // length,
+            heads=hidden // head_dim,
+            kv_heads=hidden // head_dim // 4,
+            head_dim=head_dim,
+            sequence_length=length,
+            causal=True,
+        )
+        for head_dim in ((64, 128) if device.type == "cuda" else (16,))
+        for length in lengths
+    ]
+    for shape in shapes:
+        yield Case(**_attend_fields("sdpa", shape, backward=False))
+        yield Case(**_attend_fields("sdpa", shape, backward=True))
+    # Ours last of all: it is compiled first.
+    for shape in shapes:
+        if reason_to_skip("triton", shape, torch.bfloat16, device) is None:
+            forward, backward = Direction.FORWARD, Direction.BACKWARD
+            fields = _attend_fields("triton", shape, backward=False)
+            yield OwnAttentionCase(direction=forward, **fields)
+            fields = _attend_fields("triton", shape, backward=True)
+            yield OwnAttentionCase(direction=backward, **fields)
 
 
-def _attend_case(kernel: str, shape: AttentionShape, *, backward: bool) -> Case:
+def _attend_fields(kernel: str, shape: AttentionShape, *, backward: bool) -> dict[str, Any]:
     tokens = shape.batch * shape.sequence_length
     query_bytes = 2 * tokens * shape.heads * shape.head_dim
     key_bytes = 2 * tokens * shape.kv_heads * shape.head_dim
     # Q, K, V, O; the backward reads these and O's gradient and writes those of Q, K, V.
     moved = 4 * query_bytes + 4 * key_bytes if backward else 2 * query_bytes + 2 * key_bytes
-    return Case(
-        group="attention",
-        operation=f"attention_{'backward' if backward else 'forward'}_{kernel}",
-        shape=(
+    return {
+        "group": "attention",
+        "operation": f"attention_{'backward' if backward else 'forward'}_{kernel}",
+        "shape": (
             *(shape.batch, shape.heads, shape.kv_heads),
             *(shape.sequence_length, shape.head_dim),
         ),
-        dtype="bf16",
-        bytes=moved,
-        flops=shape.forward_flops() * (_BACKWARD_FLOPS_FACTOR if backward else 1.0),
-        prepare=partial(_attend, kernel, shape, backward),
-    )
+        "dtype": "bf16",
+        "bytes": moved,
+        "flops": shape.forward_flops() * (_BACKWARD_FLOPS_FACTOR if backward else 1.0),
+        "prepare": partial(_attend, kernel, shape, backward),
+    }
 
 
 def _attend(kernel: str, shape: AttentionShape, backward: bool, device: torch.device) -> Work:
