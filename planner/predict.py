@@ -128,7 +128,7 @@ def _predict_training(
 def predict(plan: Plan, *, segment_share: float | None = None) -> Prediction:
     """Return the prediction for a plan; raises PlanError where the hardware lacks a needed rate.
 
-    A training plan's allocator is replayed (tens of milliseconds), unless `segment_share` gives
+    A training plan's allocator is replayed (see `planner.bench` for the time), unless `segment_share` gives
     its segments as a share of the allocated peak, for plans that vary one that was replayed.
     A serving plan is judged against the share of memory that `utilization` allows.
     """

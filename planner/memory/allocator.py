@@ -15,276 +15,146 @@ chunk have it, the lowest such end first (read from allocator snapshots on an H2
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable
-from typing import Any
-
+from planner.memory.blocks import (
+    ABOVE,
+    ADDRESS,
+    AFTER,
+    BEFORE,
+    BLOCK_WIDTH,
+    CLASS_WIDTH,
+    END_ADDRESS,
+    END_SIZE,
+    END_WIDTH,
+    LARGE_SEGMENT_BYTES,
+    LARGEST_END,
+    LOWEST,
+    MOST_LISTED,
+    NEXT_ADDRESS,
+    NOTHING,
+    NUM_ENDS,
+    NUM_LISTED,
+    POOL_WIDTH,
+    RESERVED,
+    RETRIES,
+    ROUNDING_BYTES,
+    SIZE,
+    SMALL_REQUEST_BYTES,
+    SMALL_SEGMENT_BYTES,
+    STATUS,
+    TABLES_FULL,
+    TENSOR,
+    Heap,
+    best,
+    cut,
+    drop,
+    give,
+    has_room,
+    has_rows,
+    new_block,
+    reserve,
+    take,
+)
 from planner.units import MIB_BYTES
 
-ROUNDING_BYTES = 512
-SMALL_REQUEST_BYTES = MIB_BYTES
-SMALL_SEGMENT_BYTES = 2 * MIB_BYTES
 LARGE_REQUEST_BYTES = 10 * MIB_BYTES
-LARGE_SEGMENT_BYTES = 20 * MIB_BYTES
 SEGMENT_STEP_BYTES = 2 * MIB_BYTES
 _CHUNK_BYTES = 32 * MIB_BYTES
-_TOP_ADDRESS = 1 << 47
 
 
-class ReplayedOutOfMemoryError(Exception):
-    """A segment that the capacity has no room for, even with all cached segments given back."""
+def fit(heap: Heap, size: int, pool: int) -> int:
+    """The best block for a rounded size, split where enough would be left; or NOTHING."""
+    block = best(heap, pool, size)
+    if block >= 0:
+        take(heap, block)
+    else:
+        block = _new_segment(heap, size, pool)
+        if block < 0:
+            return NOTHING
+    left = heap.blocks[block * BLOCK_WIDTH + SIZE] - size
+    is_small = size <= SMALL_REQUEST_BYTES
+    if left > SMALL_REQUEST_BYTES or (is_small and left >= ROUNDING_BYTES):
+        give(heap, cut(heap, block, size, TENSOR))
+    return block
 
 
-class Block:
-    """Consecutive bytes of a segment, with a tensor or free; `pool` holds it while it is free."""
-
-    __slots__ = ("address", "following", "is_free", "pool", "preceding", "size_bytes")
-
-    def __init__(self, address: int, size_bytes: int, pool: Any) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self.pool = pool
-        self.is_free = False
-        self.preceding: Block | None = None
-        self.following: Block | None = None
-
-
-class _Pool:
-    """Free blocks by size: of each size the addresses, lowest first.
-
-    A size without a block stays listed, for steps ask for the same sizes again and again; a search
-    that comes across it drops it.
-    """
-
-    __slots__ = ("addresses_of", "block_at", "sizes")
-
-    def __init__(self) -> None:
-        self.addresses_of: dict[int, list[int]] = {}
-        self.sizes: list[int] = []
-        self.block_at: dict[int, Block] = {}
-
-    def give(self, block: Block) -> None:
-        """Add a block, and mark it as free."""
-        block.is_free = True
-        self.block_at[block.address] = block
-        addresses = self.addresses_of.get(block.size_bytes)
-        if addresses is None:
-            self.addresses_of[block.size_bytes] = [block.address]
-            insort(self.sizes, block.size_bytes)
-        else:
-            insort(addresses, block.address)
-
-    def take(self, block: Block) -> None:
-        """Remove a block, and mark it as not free."""
-        block.is_free = False
-        addresses = self.addresses_of[block.size_bytes]
-        del addresses[bisect_left(addresses, block.address)]
-
-    def take_best(self, size: int) -> Block | None:
-        """Remove the smallest block of at least `size` bytes, of equal ones the lowest."""
-        sizes, index = self.sizes, bisect_left(self.sizes, size)
-        while index < len(sizes):
-            addresses = self.addresses_of[sizes[index]]
-            if addresses:
-                block = self.block_at[addresses.pop(0)]
-                block.is_free = False
-                return block
-            del self.addresses_of[sizes.pop(index)]
-        return None
-
-    def blocks(self) -> list[Block]:
-        """All blocks, the smallest first, then the lowest."""
-        return [self.block_at[a] for size in self.sizes for a in self.addresses_of[size]]
+def _new_segment(heap: Heap, size: int, pool: int) -> int:
+    """A segment for a request, as one block; NOTHING where there is no memory for it."""
+    segment = _segment_bytes(size)
+    if not has_room(heap, segment):
+        if not has_rows(heap, 3):
+            heap.counts[STATUS] = TABLES_FULL
+            return NOTHING
+        give_back_segments(heap)
+        heap.counts[RETRIES] += 1
+        if not has_room(heap, segment):
+            return NOTHING
+    reserve(heap, segment)
+    return new_block(heap, _place(heap, segment), segment, pool, TENSOR)
 
 
-class CachingAllocator:
-    """Counts allocated and reserved bytes, and their peaks, as torch's allocator does."""
+def _segment_bytes(size: int) -> int:
+    if size <= SMALL_REQUEST_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < LARGE_REQUEST_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.allocated_bytes = 0
-        self.reserved_bytes = 0
-        self.peak_allocated_bytes = 0
-        self.peak_reserved_bytes = 0
-        self.num_retries = 0
-        self._capacity_bytes = capacity_bytes
-        self._small_pools: dict[int, _Pool] = {0: _Pool()}
-        self._large_pools: dict[int, _Pool] = {0: _Pool()}
-        self._next_address = _TOP_ADDRESS
-        self._chunk_ends: list[tuple[int, int]] = []
-        self._largest_end = 0
 
-    def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
-        self.peak_allocated_bytes = self.allocated_bytes
-
-    def empty_cache(self) -> None:
-        """Give back all free segments, as `torch.cuda.empty_cache` does, and forget their peak.
-
-        Engines call it before the first step; what they reserved till then a step has no part in.
-        """
-        self._give_back_segments()
-        self.peak_reserved_bytes = self.reserved_bytes
-
-    def allocate(self, size_bytes: int, stream: int = 0) -> Block:
-        """Give a block of at least `size_bytes` (positive) on `stream`."""
-        size = rounded(size_bytes)
-        pools = self._small_pools if size <= SMALL_REQUEST_BYTES else self._large_pools
-        pool = pools.get(stream)
-        if pool is None:
-            pool = pools[stream] = _Pool()
-        block = self._fit(size, pool)
-        self.allocated_bytes += block.size_bytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        return block
-
-    def release(self, block: Block) -> None:
-        """Take a block back and merge it with free neighbours."""
-        self.allocated_bytes -= block.size_bytes
-        merge(block)
-
-    def serve(self, slots: Iterable[int], sizes: Iterable[int], blocks: list[Any]) -> None:
-        """Serve requests of the default stream in order, each for one slot of `blocks`.
-
-        A positive size, of whole ROUNDING_BYTES, allocates; a negative one releases what the slot
-        holds, if anything; 0 does nothing. Written out, for a step has thousands of requests: most
-        find a free block of their very size, and leave one without free neighbours.
-        """
-        small, large = self._small_pools[0], self._large_pools[0]
-        allocated, peak = self.allocated_bytes, self.peak_allocated_bytes
-        for slot, size in zip(slots, sizes, strict=True):
-            if size > 0:
-                pool = small if size <= SMALL_REQUEST_BYTES else large
-                addresses = pool.addresses_of.get(size)
-                if addresses:
-                    block = pool.block_at[addresses.pop(0)]
-                    block.is_free = False
-                else:
-                    block = self._fit(size, pool)
-                blocks[slot] = block
-                allocated += block.size_bytes
-                if allocated > peak:
-                    peak = allocated
-            elif size and (block := blocks[slot]) is not None:
-                blocks[slot] = None
-                allocated -= block.size_bytes
-                before, after = block.preceding, block.following
-                if (before and before.is_free) or (after and after.is_free):
-                    merge(block)
-                elif (addresses := block.pool.addresses_of.get(block.size_bytes)) is None:
-                    block.pool.give(block)
-                else:
-                    block.is_free = True
-                    insort(addresses, block.address)
-        self.allocated_bytes, self.peak_allocated_bytes = allocated, peak
-
-    def state(self) -> Any:
-        """What decides how the same requests are served again: equal states serve them equally.
-
-        Segments are the same where as many bytes are reserved and none was given back.
-        """
-        pools = (self._small_pools, self._large_pools)
-        free = [
-            (stream, [(b.size_bytes, b.address) for b in pool.blocks()])
-            for of_stream in pools
-            for stream, pool in of_stream.items()
-        ]
-        return self.reserved_bytes, self.allocated_bytes, self.num_retries, free
-
-    def _fit(self, size: int, pool: _Pool) -> Block:
-        """The best block for a rounded size, split where enough would be left."""
-        is_small = size <= SMALL_REQUEST_BYTES
-        block = pool.take_best(size) or self._new_segment(size, is_small, pool)
-        left = block.size_bytes - size
-        if left > SMALL_REQUEST_BYTES or (is_small and left >= ROUNDING_BYTES):
-            split(block, size)
-        return block
-
-    def _new_segment(self, size: int, is_small: bool, pool: _Pool) -> Block:
-        if is_small:
-            segment = SMALL_SEGMENT_BYTES
-        elif size < LARGE_REQUEST_BYTES:
-            segment = LARGE_SEGMENT_BYTES
-        else:
-            segment = -(-size // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
-        if not self._has_room(segment):
-            self._give_back_segments()
-            self.num_retries += 1
-            if not self._has_room(segment):
-                raise ReplayedOutOfMemoryError
-        self.reserved_bytes += segment
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        block = Block(self._place(segment), segment, pool)
-        pool.block_at[block.address] = block
-        return block
-
-    def _has_room(self, segment: int) -> bool:
-        return self._capacity_bytes is None or self.reserved_bytes + segment <= self._capacity_bytes
-
-    def _give_back_segments(self) -> None:
-        for pool in (*self._small_pools.values(), *self._large_pools.values()):
-            for block in pool.blocks():
-                if block.preceding is None and block.following is None:
-                    pool.take(block)
-                    self.reserved_bytes -= block.size_bytes
-                    insort(self._chunk_ends, (block.address, block.size_bytes))
-                    self._largest_end = max(self._largest_end, block.size_bytes)
-
-    def _place(self, segment: int) -> int:
-        """The address of a new segment."""
-        if segment > self._largest_end:
-            return self._place_in_chunk(segment)
-        for index, (address, size) in enumerate(self._chunk_ends):
-            if size >= segment:
-                self._chunk_ends[index : index + 1] = (
-                    [(address + segment, size - segment)] if size > segment else []
-                )
-                return address
+def _place(heap: Heap, segment: int) -> int:
+    """The address of a new segment."""
+    counts, ends = heap.counts, heap.ends
+    if segment <= counts[LARGEST_END]:
+        largest = 0
+        for number in range(counts[NUM_ENDS] - 1, -1, -1):
+            row = number * END_WIDTH
+            if ends[row + END_SIZE] >= segment:
+                address = ends[row + END_ADDRESS]
+                ends[row + END_ADDRESS] += segment
+                ends[row + END_SIZE] -= segment
+                if ends[row + END_SIZE] == 0:
+                    counts[NUM_ENDS] -= 1
+                    for other in range(row, counts[NUM_ENDS] * END_WIDTH):
+                        ends[other] = ends[other + END_WIDTH]
+                return int(address)
+            largest = max(largest, ends[row + END_SIZE])
         # Only now is the bound worth its price: ends are many, and most segments larger than all.
-        self._largest_end = max((size for _, size in self._chunk_ends), default=0)
-        return self._place_in_chunk(segment)
-
-    def _place_in_chunk(self, segment: int) -> int:
-        """The address of a segment that begins a chunk of its own."""
-        chunk = -(-segment // _CHUNK_BYTES) * _CHUNK_BYTES
-        self._next_address -= chunk
-        if chunk > segment:
-            self._largest_end = max(self._largest_end, chunk - segment)
-            self._chunk_ends.insert(0, (self._next_address + segment, chunk - segment))
-        return self._next_address
+        counts[LARGEST_END] = largest
+    chunk = -(-segment // _CHUNK_BYTES) * _CHUNK_BYTES
+    counts[NEXT_ADDRESS] -= chunk
+    if chunk > segment:
+        _add_end(heap, counts[NEXT_ADDRESS] + segment, chunk - segment)
+    return int(counts[NEXT_ADDRESS])
 
 
-def rounded(size_bytes: int) -> int:
-    """The size of the block that a tensor of `size_bytes` asks for."""
-    return -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+def _add_end(heap: Heap, address: int, size: int) -> None:
+    """Add room at the end of a chunk; the highest comes first."""
+    counts, ends = heap.counts, heap.ends
+    row = counts[NUM_ENDS] * END_WIDTH
+    while row > 0 and ends[row - END_WIDTH + END_ADDRESS] < address:
+        ends[row + END_ADDRESS] = ends[row - END_WIDTH + END_ADDRESS]
+        ends[row + END_SIZE] = ends[row - END_WIDTH + END_SIZE]
+        row -= END_WIDTH
+    ends[row + END_ADDRESS], ends[row + END_SIZE] = address, size
+    counts[NUM_ENDS] += 1
+    counts[LARGEST_END] = max(counts[LARGEST_END], size)
 
 
-def split(block: Block, size: int) -> None:
-    """Cut a block to `size` bytes; the rest is free."""
-    rest = Block(block.address + size, block.size_bytes - size, block.pool)
-    rest.preceding, rest.following = block, block.following
-    if block.following is not None:
-        block.following.preceding = rest
-    block.following, block.size_bytes = rest, size
-    block.pool.give(rest)
+def give_back_segments(heap: Heap) -> None:
+    """Give back all segments without a tensor."""
+    for pool in range(len(heap.pools) // POOL_WIDTH):
+        _give_back_of(heap, pool)
 
 
-def merge(block: Block) -> None:
-    """Make a block free, as one with its free neighbours."""
-    before, after, pool = block.preceding, block.following, block.pool
-    if after is not None and after.is_free:
-        pool.take(after)
-        join(block, after)
-    if before is not None and before.is_free:
-        pool.take(before)
-        join(before, block)
-        block = before
-    pool.give(block)
-
-
-def join(block: Block, after: Block) -> None:
-    """Add to a block the one that follows it."""
-    block.size_bytes += after.size_bytes
-    block.following = after.following
-    if after.following is not None:
-        after.following.preceding = block
+def _give_back_of(heap: Heap, pool: int) -> None:
+    blocks, first = heap.blocks, pool * heap.counts[MOST_LISTED]
+    for at in range(first, first + heap.pools[pool * POOL_WIDTH + NUM_LISTED]):
+        block = heap.classes[heap.listed[at] * CLASS_WIDTH + LOWEST]
+        while block >= 0:
+            row = block * BLOCK_WIDTH
+            above = blocks[row + ABOVE]
+            if blocks[row + BEFORE] < 0 and blocks[row + AFTER] < 0:
+                take(heap, block)
+                heap.counts[RESERVED] -= blocks[row + SIZE]
+                _add_end(heap, blocks[row + ADDRESS], blocks[row + SIZE])
+                drop(heap, block)
+            block = above

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from planner.memory.allocator import CachingAllocator
-from planner.memory.expandable import ExpandableAllocator
+from planner.memory.execution import BEGIN_STEP, FORGET, MOVE, SERVE, TAKE_LIKE
+from planner.memory.recorder import Block, Recorder
 from planner.memory.requests import (
     EMBEDDING_GRADIENT,
     FIRST_PRODUCT,
@@ -26,46 +26,48 @@ from planner.memory.requests import (
     lay_out,
     rounded_sizes,
 )
-from planner.memory.sections import FLAT_GROUPS, StepSequence
+from planner.memory.sections import COMPONENTS, FLAT_GROUPS, StepSequence
 from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
 NUM_STEPS = 3
-Blocks = list[Any]
+Blocks = list[Block]
 
 
 class Memory:
-    """A caching allocator whose blocks are held under keys."""
+    """Records what is taken from a caching allocator and given back to it, under keys."""
 
     def __init__(self, capacity_bytes: int | None = None, expandable: bool = False) -> None:
-        kind = ExpandableAllocator if expandable else CachingAllocator
-        self.allocator = kind(capacity_bytes)
-        self._held: dict[Any, Any] = {}
+        self.allocator = Recorder(capacity_bytes, expandable)
+        self._slots: dict[Any, int] = {}
+        self._held: set[Any] = set()
 
     def take(self, key: Any, size_bytes: int, stream: int = 0) -> None:
         """Allocate under `key`, unless it is held already or there is nothing to hold."""
         if size_bytes > 0 and key not in self._held:
-            self._held[key] = self.allocator.allocate(size_bytes, stream)
+            self._held.add(key)
+            slot = self._slots.get(key)
+            if slot is None:
+                slot = self._slots[key] = self.allocator.new_slots(1)
+            self.allocator.take(slot, size_bytes, stream)
 
     def give(self, *keys: Any) -> None:
         """Release what is held under each key."""
         for key in keys:
-            block = self._held.pop(key, None)
-            if block is not None:
-                self.allocator.release(block)
+            if key in self._held:
+                self._held.remove(key)
+                self.allocator.give(self._slots[key])
 
     def holds(self, key: Any) -> bool:
         """Whether something is held under `key`."""
         return key in self._held
 
-    def state(self) -> Any:
-        """What is held where, and the allocator's state: steps between equal states are equal."""
-        held = {key: (block.address, block.size_bytes) for key, block in self._held.items()}
-        return held, self.allocator.state()
-
 
 class EngineReplay(Protocol):
     """An engine's own allocations around the sections of a step."""
+
+    repeats: bool
+    """Whether every step asks for the same, but for what it finds held already."""
 
     @property
     def repeats_from(self) -> int:
@@ -118,12 +120,16 @@ class Replayed:
 
 
 class Requests:
-    """A layout with the sizes of one plan."""
+    """A layout with the sizes of one plan: of each kind its bytes, and as they are rounded."""
 
-    def __init__(self, layout: Layout, sizes_bytes: Integers) -> None:
-        self.layout, self.sizes_bytes = layout, sizes_bytes
-        self.slots: list[int] = layout.slots.tolist()
-        self.rounded: list[int] = rounded_sizes(sizes_bytes).tolist()
+    def __init__(self, layout: Layout, kinds: Integers, sizes_bytes: Integers) -> None:
+        self.layout, self.kinds, self.sizes_bytes = layout, kinds, sizes_bytes
+        self.rounded = rounded_sizes(sizes_bytes)
+
+    def tensor(self, request: int) -> tuple[int, int]:
+        """Slot and rounded bytes of a request's tensor."""
+        kind = int(self.kinds[request])
+        return int(self.layout.slots[request]), int(self.rounded[kind])
 
 
 class ModelReplay:
@@ -147,53 +153,85 @@ class ModelReplay:
         self._sizes = micro_batch, sequence_length, lora_rank
         # Autograd holds the head's share of a tied weight until the embedding's has been added.
         self._is_tied = spec.tie_word_embeddings
-        self._first = self._requests_of(spec, sequence)
-        self._later = self._requests_of(spec, later_steps) if later_steps else self._first
-        self._requests = self._first
-        self._tied_block: Any = None
-        self._blocks: Blocks = []
+        self._tied_block = Block(memory.allocator.new_slots(1), 0)
+        self._first = self._later = self._requests_of(spec, sequence)
+        self._starts = {self._first: self._added(self._first)}
+        if later_steps:
+            self._later = self._requests_of(spec, later_steps)
+            self._starts[self._later] = self._added(self._later)
+        # Where the slots of each micro-batch begin, and what an engine has taken out of them.
+        self._slots_of: dict[int, int] = {}
+        self._taken: set[int] = set()
+        self._requests, self._first_slot = self._first, 0
+
+    def _added(self, requests: Requests) -> int:
+        return self._allocator.add_requests(requests.layout.slots, requests.kinds, requests.rounded)
+
+    def tensors(self) -> list[tuple[str, int]]:
+        """Component and bytes of every request's tensor, as it was asked for."""
+        found: list[tuple[str, int]] = []
+        for requests in self._starts:
+            sizes = requests.sizes_bytes[requests.kinds].tolist()
+            names = [COMPONENTS[number] for number in requests.layout.components.tolist()]
+            found += zip(names, sizes, strict=True)
+        return found
 
     def _requests_of(self, spec: ModelSpec, sequence: StepSequence) -> Requests:
         values = monomial_values(spec, sequence.steps.monomials, *self._sizes)
         layout = lay_out(sequence)
-        return Requests(layout, self._sized(spec, layout, np.rint(values * 2).astype(np.int64)))
+        sizes_bytes = layout.sizes_bytes(np.rint(values * 2).astype(np.int64))
+        return Requests(layout, self._kinds(spec, layout), sizes_bytes)
 
-    def _sized(self, spec: ModelSpec, layout: Layout, doubled_values: Integers) -> Integers:
-        """The sizes of all requests."""
-        sizes = layout.sizes_bytes(doubled_values)
-        if self._is_tied and EMBEDDING_GRADIENT not in layout.slot_of:
-            # A head tied to a frozen embedding is frozen too: it has no gradient.
-            slot = layout.slot_of.get(HEAD_GRADIENT)
-            sizes[(layout.slots == slot) & (sizes > 0)] = 0
-        return sizes
+    def _kinds(self, spec: ModelSpec, layout: Layout) -> Integers:
+        """The kind of each request."""
+        head = layout.request_of.get(HEAD_GRADIENT)
+        if not self._is_tied or EMBEDDING_GRADIENT in layout.request_of or head is None:
+            return layout.kinds
+        # A head tied to a frozen embedding is frozen too: it has no gradient.
+        kinds = layout.kinds.copy()
+        kinds[head] = layout.no_tensor
+        return kinds
 
-    def micro_batch(self, is_first: bool, is_last: bool) -> None:
-        """Run forward and backward once, as the step's first or last micro-batch."""
-        self._requests = self._first if is_first else self._later
-        layout = self._requests.layout
-        self._blocks = [None] * layout.num_slots
+    def micro_batch(self, index: int, is_last: bool) -> None:
+        """Run forward and backward of a step's micro-batch `index`; the last one may reduce for all."""
+        self._begin(index, self._later if index else self._first)
         self._engine.start_micro_batch(is_last)
-        self._run(layout.forward)
-        self._run(layout.backward)
+        self._run(self._requests.layout.forward)
+        self._run(self._requests.layout.backward)
+
+    def _begin(self, index: int, requests: Requests) -> None:
+        """Let the micro-batch have slots with nothing in them."""
+        most = max(requests.layout.num_slots for requests in self._starts)
+        if index not in self._slots_of:
+            self._slots_of[index] = self._allocator.new_slots(most)
+        self._requests, self._first_slot = requests, self._slots_of[index]
+        self._taken.clear()
+        self._allocator.record(FORGET, self._first_slot, most)
 
     def _run(self, sections: Sequence[Section]) -> None:
-        blocks, engine = self._blocks, self._engine
+        engine, record, start = self._engine, self._allocator.record, self._starts[self._requests]
+        first_slot = self._first_slot
         for section in sections:
             name, layer = section.place
             engine.before(name, layer)
             for first, end, cut in section.stretches:
                 if first < end:
-                    self._serve(first, end)
+                    record(SERVE, start + first, start + end, first_slot)
                 if cut != NO_CUT:
                     self._stop_at(cut, section)
-            gradients = [blocks[slot] for slot in section.gradient_slots]
+            gradients = [self._tensor(request) for request in section.gradients]
             engine.after(name, layer, [block for block in gradients if block is not None])
             if name == "embed":
                 engine.after_embedding()
 
-    def _serve(self, first: int, end: int) -> None:
-        requests = self._requests
-        self._allocator.serve(requests.slots[first:end], requests.rounded[first:end], self._blocks)
+    def _tensor(self, request: int) -> Block | None:
+        """What a request took, if it took something that is still there."""
+        slot, size_bytes = self._requests.tensor(request)
+        slot += self._first_slot
+        return Block(slot, size_bytes) if size_bytes and slot not in self._taken else None
+
+    def _tensor_at(self, cut: int) -> Block | None:
+        return self._tensor(self._requests.layout.request_of[cut])
 
     def _stop_at(self, cut: int, section: Section) -> None:
         name, layer = section.place
@@ -206,7 +244,7 @@ class ModelReplay:
             self._engine.first_backward_product()
         elif cut == HEAD_GRADIENT:
             if self._is_tied:
-                self._tied_block = self._taken_out(cut)
+                self._hold_tied()
             else:
                 self._offer(cut)
         elif cut == EMBEDDING_GRADIENT:
@@ -216,15 +254,21 @@ class ModelReplay:
             self._engine.last_gradient(cut - len(FLAT_GROUPS), layer)
 
     def _offer(self, cut: int) -> None:
-        slot = self._requests.layout.slot_of[cut]
-        block = self._blocks[slot]
-        if block is not None and self._engine.keeps(block):
-            self._blocks[slot] = None
+        block = self._tensor_at(cut)
+        if block is None:
+            return
+        own = Block(self._allocator.new_slots(1), block.size_bytes)
+        if self._engine.keeps(own):
+            self._move(block, own)
 
-    def _taken_out(self, cut: int) -> Any:
-        slot = self._requests.layout.slot_of[cut]
-        block, self._blocks[slot] = self._blocks[slot], None
-        return block
+    def _move(self, block: Block, to: Block) -> None:
+        self._allocator.record(MOVE, to.slot, block.slot)
+        self._taken.add(block.slot)
+
+    def _hold_tied(self) -> None:
+        head_share = self._tensor_at(HEAD_GRADIENT)
+        if head_share is not None:
+            self._move(head_share, self._tied_block)
 
     def _join_tied(self) -> None:
         """Once the embedding's share exists both are summed, and what is left over is freed.
@@ -233,46 +277,59 @@ class ModelReplay:
         a product's backward gives, autograd makes a third tensor (read from allocator snapshots on
         an H200, torch 2.11; torch/csrc/autograd/input_buffer.cpp, accumulate).
         """
-        head_share, self._tied_block = self._tied_block, None
-        if head_share is None:
+        layout, allocator = self._requests.layout, self._allocator
+        head = layout.request_of.get(HEAD_GRADIENT)
+        embedding_share = self._tensor_at(EMBEDDING_GRADIENT)
+        if not self._is_tied or head is None or not self._requests.tensor(head)[1]:
             return
-        embedding_share = self._taken_out(EMBEDDING_GRADIENT)
+        if embedding_share is None:
+            raise ValueError("a tied weight has a gradient of its head and none of its embedding")
+        share = Block(allocator.new_slots(1), 0)
+        allocator.record(MOVE, share.slot, embedding_share.slot)
         if self._sums_in_place:
-            total = head_share
+            allocator.record(MOVE, embedding_share.slot, self._tied_block.slot)
         else:
-            total = self._allocator.allocate(head_share.size_bytes)
-        self._blocks[self._requests.layout.slot_of[EMBEDDING_GRADIENT]] = total
-        self._allocator.release(embedding_share)
-        if total is not head_share:
-            self._allocator.release(head_share)
+            allocator.record(TAKE_LIKE, embedding_share.slot, self._tied_block.slot)
+        allocator.release(share)
+        allocator.release(self._tied_block)
 
 
 def replay(
     model: ModelReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int
 ) -> Replayed:
     """Build, then run steps; the peak is the last one's."""
+    return replayed(memory, record(model, engine, memory, grad_accumulation))
+
+
+def record(model: ModelReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int) -> int:
+    """Record what building and steps ask for; see `record_steps`."""
     micro_batches = min(grad_accumulation, engine.repeats_from)
 
     def run_micro_batches() -> None:
         for index in range(micro_batches):
-            model.micro_batch(is_first=index == 0, is_last=index == micro_batches - 1)
+            model.micro_batch(index, is_last=index == micro_batches - 1)
 
-    return replay_steps(engine, memory, run_micro_batches)
+    return record_steps(engine, memory, run_micro_batches)
 
 
-def replay_steps(
+def record_steps(
     engine: EngineReplay, memory: Memory, run_micro_batches: Callable[[], None]
-) -> Replayed:
-    """Build, then run up to NUM_STEPS steps; one that ends as it began is repeated for ever."""
-    allocator, found = memory.allocator, None
+) -> int:
+    """Build, then run steps: NUM_STEPS, or one that is served so often where the engine repeats it.
+
+    Returns how often what was recorded of steps is to be served.
+    """
+    recorded = 1 if engine.repeats else NUM_STEPS
     engine.start()
-    for _ in range(NUM_STEPS):
-        allocator.reset_peak()
+    memory.allocator.begin_steps()
+    for _ in range(recorded):
+        memory.allocator.record(BEGIN_STEP, 0)
         run_micro_batches()
         engine.optimizer_step()
-        before, found = found, memory.state()
-        if found == before:
-            break
-    return Replayed(
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.num_retries
-    )
+    return NUM_STEPS // recorded
+
+
+def replayed(memory: Memory, repeats: int) -> Replayed:
+    """Serve what was recorded."""
+    served = memory.allocator.serve(repeats)
+    return Replayed(served.peak_allocated_bytes, served.peak_reserved_bytes, served.num_retries)

@@ -26,6 +26,8 @@ _MICRO_BATCHES = 2
 class EngineBase:
     """What all engines share: the token batch, library workspaces, optimizer states."""
 
+    repeats = False
+
     def __init__(
         self, spec: ModelSpec, workload: TrainingWorkload, memory: Memory, workspaces_bytes: int
     ) -> None:

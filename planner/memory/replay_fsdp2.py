@@ -21,6 +21,8 @@ _GATHER_STREAM, _REDUCE_STREAM = 1, 2
 class Fsdp2Replay(EngineBase):
     """FSDP2 with its gather and reduce streams (torch/distributed/fsdp/_fully_shard)."""
 
+    repeats = True
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -27,6 +27,8 @@ class PeakmarkReplay(EngineBase):
     reduction reads is held until the next group is finished (runners/zero/reduction.py).
     """
 
+    repeats = True
+
     def __init__(
         self,
         spec: ModelSpec,

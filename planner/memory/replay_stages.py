@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from planner.memory.replay import (
-    Blocks,
     EngineReplay,
     Memory,
     ModelReplay,
     Replayed,
-    replay_steps,
+    record_steps,
+    replayed,
 )
 from planner.memory.requests import Integers, Layout, Section
-from planner.memory.sections import COMPONENTS, StepSequence
+from planner.memory.sections import COMPONENTS
 from planner.model import ModelSpec
 from planner.rank import RankSpec
 
@@ -29,49 +27,43 @@ class StageReplay(ModelReplay):
     large as the embedding's, and the gradient of its output.
     """
 
-    def __init__(
-        self, spec: RankSpec, sequence: StepSequence, *arguments: Any, **options: Any
-    ) -> None:
-        super().__init__(spec, sequence, *arguments, **options)
-        self._in_flight: dict[int, Blocks] = {}
-
-    def _sized(self, spec: ModelSpec, layout: Layout, doubled_values: Integers) -> Integers:
-        """The sizes of all requests; nothing where another stage runs, but for what it hands on."""
-        sizes = super()._sized(spec, layout, doubled_values)
+    def _kinds(self, spec: ModelSpec, layout: Layout) -> Integers:
+        """The kind of each request; none where another stage runs, but for what it hands on."""
+        kinds = super()._kinds(spec, layout).copy()
         assert isinstance(spec, RankSpec)
         for section in (*layout.forward, *layout.backward):
             name = section.place.section
             if not spec.runs(name) and name != "embed":
-                _keep_received(layout, section, sizes)
-        return sizes
+                _keep_received(layout, section, kinds)
+        return kinds
 
     def forward(self, index: int) -> None:
         """Run the forward of a step's micro-batch `index`."""
-        self._requests = self._first
-        layout = self._requests.layout
-        self._blocks = self._in_flight[index] = [None] * layout.num_slots
-        self._run(layout.forward)
+        self._begin(index, self._first)
+        self._run(self._requests.layout.forward)
 
     def backward(self, index: int, is_last: bool) -> None:
         """Run its backward; the step's last micro-batch may reduce for all."""
-        self._requests = self._later if index else self._first
         self._engine.start_micro_batch(is_last)
-        self._blocks = self._in_flight.pop(index)
+        self._requests, self._first_slot = (
+            self._later if index else self._first,
+            self._slots_of[index],
+        )
         self._run(self._requests.layout.backward)
 
 
-def _keep_received(layout: Layout, section: Section, sizes_bytes: Integers) -> None:
+def _keep_received(layout: Layout, section: Section, kinds: Integers) -> None:
     """Drop what another stage allocates in a section, but for what it hands on.
 
     That is what outlives the loss's backward and is no gradient of a weight.
     """
     here = section.span
-    slots, sizes = layout.slots[here], sizes_bytes[here]
+    slots, found = layout.slots[here], kinds[here]
     received = np.zeros(len(slots), dtype=bool)
     if section.place.section == "loss_backward":
-        released = slots[layout.factors[here] < 0]
+        released = slots[found < 0]
         received = ~np.isin(slots, released) & (layout.components[here] != _GRADIENTS)
-    sizes[(sizes > 0) & ~received] = 0
+    found[(found >= 0) & ~received] = layout.no_tensor
 
 
 def replay_stage(
@@ -89,4 +81,4 @@ def replay_stage(
                 index = turn - flying + 1
                 model.backward(index, is_last=index == count - 1)
 
-    return replay_steps(engine, memory, run_micro_batches)
+    return replayed(memory, record_steps(engine, memory, run_micro_batches))

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from planner.memory.allocator import ROUNDING_BYTES
+from planner.memory.blocks import NOTHING, ROUNDING_BYTES
 from planner.memory.groups import Place
 from planner.memory.sections import COMPONENTS, MARKS, StepSequence, allocations
 
@@ -22,18 +22,20 @@ from planner.memory.sections import COMPONENTS, MARKS, StepSequence, allocations
 HEAD_GRADIENT, FIRST_PRODUCT, EMBEDDING_GRADIENT = range(len(MARKS), len(MARKS) + 3)
 LOSS_IS_BEHIND = len(MARKS) + 3
 NO_CUT = -1
-_RELEASE = -1
 _GRADIENTS = COMPONENTS.index("gradients")
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section of a step: its `stretches` of requests, as (first, behind the last, cut)."""
+    """One section of a step: its `stretches` of requests, as (first, behind the last, cut).
+
+    `gradients` are the requests for gradients that are still there as it ends.
+    """
 
     place: Place
     stretches: tuple[tuple[int, int, int], ...]
-    gradient_slots: tuple[int, ...]
+    gradients: tuple[int, ...]
 
     @property
     def span(self) -> slice:
@@ -45,34 +47,38 @@ class Section:
 class Layout:
     """The requests of a micro-batch without their sizes, and where its sections are among them.
 
-    Request i is for slot `slots[i]`: `factors[i]` bytes times monomial `monomials[i]` for a tensor
-    of component `components[i]`; where the factor is negative it releases what is there. `slot_of`
-    gives by the cut behind it the slot of each gradient of a vocabulary-sized weight.
+    Request i is for slot `slots[i]`: a tensor of component `components[i]` and kind `kinds[i]`, which
+    is of `factors` bytes times a monomial; NOTHING as a kind releases what is there. `request_of`
+    gives, by the cut behind it, the request for each gradient of a vocabulary-sized weight.
     """
 
     forward: tuple[Section, ...]
     backward: tuple[Section, ...]
     slots: Integers
+    kinds: Integers
+    components: Integers
     factors: Integers
     monomials: Integers
-    components: Integers
     num_slots: int
-    slot_of: dict[int, int]
+    request_of: dict[int, int]
+
+    @property
+    def no_tensor(self) -> int:
+        """The kind, of 0 bytes, of a tensor that a plan does without: the last one."""
+        return len(self.factors) - 1
 
     def sizes_bytes(self, doubled_values: Integers) -> Integers:
-        """The size of each request, from the values of all monomials; negative where it releases.
+        """The size of each kind, from the values of all monomials.
 
         Values come twofold, for a head's dimension may be odd.
         """
         sizes: Integers = doubled_values[self.monomials] * self.factors // 2
-        sizes[self.factors < 0] = _RELEASE
         return sizes
 
 
 def rounded_sizes(sizes_bytes: Integers) -> Integers:
-    """Round sizes up as the allocator does; releases stay negative."""
+    """Round sizes up as the allocator does."""
     rounded: Integers = -(-sizes_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
-    rounded[sizes_bytes < 0] = _RELEASE
     return rounded
 
 
@@ -103,44 +109,52 @@ class _Builder:
             for (place, cut), number in numbers.items()
             if number >= 0
         }
-        # Of each request slot, factor, monomial and component.
-        self._requests: list[tuple[int, int, int, int]] = []
+        # Of each request slot, kind and component.
+        self._requests: list[tuple[int, int, int]] = []
+        self._kinds: dict[tuple[int, int], int] = {}
+        self._request_of: dict[int, int] = {}
 
     def layout(self) -> Layout:
         """The finished layout."""
         forward = tuple(self._section(place) for place in self._sequence.forward())
         backward = tuple(self._section(place) for place in self._sequence.backward())
-        slots, factors, monomials, components = np.array(self._requests, dtype=np.int64).T.copy()
+        slots, kinds, components = np.array(self._requests, dtype=np.int64).T.copy()
+        monomials, factors = np.array([*self._kinds, (0, 0)], dtype=np.int64).T.copy()
         return Layout(
-            *(forward, backward, slots, factors, monomials, components),
+            *(forward, backward, slots, kinds, components, factors, monomials),
             num_slots=self._num_slots,
-            slot_of=self._cut_slots,
+            request_of=self._request_of,
         )
 
     def _section(self, place: Place) -> Section:
         requests, slot = self._requests, self._first_slot[place]
-        first, stretches, gradient_slots = len(requests), [], []
+        first, stretches = len(requests), []
+        gradients: dict[int, int] = {}
         for row in self._sequence.rows(place):
             cuts: list[int] = []
             if len(row) == 1:
                 cuts = [row[0]]
             elif len(row) == 2:
                 for where, number in self._sequence.released(place, row):
-                    requests.append((self._first_slot[where] + number, _RELEASE, 0, 0))
+                    released = self._first_slot[where] + number
+                    requests.append((released, NOTHING, 0))
+                    gradients.pop(released, None)
             else:
                 if slot == self._cut_slots.get(FIRST_PRODUCT):
                     stretches.append((first, len(requests), LOSS_IS_BEHIND))
                     first = len(requests)
-                requests.append((slot, row[2], row[1], row[0]))
+                kind = self._kinds.setdefault((row[1], row[2]), len(self._kinds))
                 if row[0] == _GRADIENTS:
-                    gradient_slots.append(slot)
+                    gradients[slot] = len(requests)
                 cuts = [cut for cut, behind in self._cut_slots.items() if behind == slot]
+                self._request_of |= dict.fromkeys(cuts, len(requests))
+                requests.append((slot, kind, row[0]))
                 slot += 1
             for cut in cuts:
                 stretches.append((first, len(requests), cut))
                 first = len(requests)
         stretches.append((first, len(requests), NO_CUT))
-        return Section(place, tuple(stretches), tuple(gradient_slots))
+        return Section(place, tuple(stretches), tuple(gradients.values()))
 
 
 def _weight_gradient(sequence: StepSequence, place: Place) -> int:

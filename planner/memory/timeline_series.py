@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.memory.blocks import NOTHING
 from planner.memory.overheads import TYPICAL_SEGMENT_SHARE
 from planner.memory.parallel import is_split
-from planner.memory.replay import EngineReplay, Memory, ModelReplay, replay
+from planner.memory.recorder import Recorder
+from planner.memory.replay import EngineReplay, Memory, ModelReplay, record
 from planner.memory.replay_engines import build_replay
-from planner.memory.sections import COMPONENTS
 from planner.memory.step_sections import section_label, section_words
 from planner.memory.templates import traced
 from planner.memory.training import LARGEST_REPLAYED_BYTES, training_memory
@@ -30,6 +31,7 @@ _COMPONENT_OF: Mapping[str, str] = {
     "step": "optimizer",
     "gathered": "gathered",
     "gather": "gathered",
+    "fetched": "gathered",
     "hooked": "gathered",
     "small": "gathered",
     "gradient": "gradients",
@@ -53,7 +55,8 @@ _COMPONENT_OF: Mapping[str, str] = {
     "norm": "temporary",
     "fp32 gradient": "temporary",
 }
-_FROM_ELSEWHERE = "temporary"
+# Behind all operations.
+_END = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +102,15 @@ def step_timeline(plan: Plan) -> tuple[Section, ...]:
     workload, reason = plan.workload, why_no_timeline(plan)
     if reason is not None or not isinstance(workload, TrainingWorkload):
         raise ValueError(reason)
-    series = _Series()
     memory = _NamedMemory(workload.expandable_segments, _own_names(plan))
     key = traced(plan.model, workload, workload.sequence_length)
     model, engine = build_replay(
         *(plan.model, workload, plan.parallelism, key, plan.hardware, memory),
-        model_kind=_NamedModel,
-        watch=lambda engine: _WatchedEngine(engine, memory.allocator, series),
+        watch=lambda engine: _WatchedEngine(engine, memory.allocator),
     )
-    replay(model, engine, memory, workload.grad_accumulation)
-    return tuple(series.sections)
+    assert isinstance(engine, _WatchedEngine)
+    record(model, engine, memory, workload.grad_accumulation)
+    return tuple(_sections(model, memory, engine.starts))
 
 
 def _own_names(plan: Plan) -> dict[str, str]:
@@ -124,49 +126,13 @@ def _own_names(plan: Plan) -> dict[str, str]:
     return {"whole": whole, "whole frozen": frozen, "copy": copy}
 
 
-class _NamedAllocator:
-    """An allocator that knows, of every live block, the component that it belongs to."""
-
-    def __init__(self, allocator: Any) -> None:
-        self._allocator = allocator
-        self._component_of: dict[int, tuple[str, int]] = {}
-        self.component = _FROM_ELSEWHERE
-        self.live: Counter[str] = Counter()
-        self.high: Counter[str] = Counter()
-        self._high_bytes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._allocator, name)
-
-    def allocate(self, size_bytes: int, stream: int = 0) -> Any:
-        """Allocate for `component`; what the block has beyond the tensor is rounding."""
-        block = self._allocator.allocate(size_bytes, stream)
-        self._component_of[id(block)] = (self.component, size_bytes)
-        self.live[self.component] += size_bytes
-        self.live["rounding"] += block.size_bytes - size_bytes
-        if self._allocator.allocated_bytes > self._high_bytes:
-            self._high_bytes, self.high = self._allocator.allocated_bytes, Counter(self.live)
-        return block
-
-    def release(self, block: Any) -> None:
-        """Release a block of this allocator."""
-        component, size_bytes = self._component_of.pop(id(block))
-        self.live[component] -= size_bytes
-        self.live["rounding"] -= block.size_bytes - size_bytes
-        self._allocator.release(block)
-
-    def begin_section(self) -> None:
-        """Start a new high point at what is live now."""
-        self._high_bytes, self.high = self._allocator.allocated_bytes, Counter(self.live)
-
-
 class _NamedMemory(Memory):
-    """Holds an engine's blocks, each named by its key."""
+    """Notes, of every operation that takes memory under a key, the component and the bytes."""
 
     def __init__(self, expandable_segments: bool, own_names: Mapping[str, str]) -> None:
         super().__init__(None, expandable_segments)
-        self.allocator: Any = _NamedAllocator(self.allocator)
         self._component_of = {**_COMPONENT_OF, **own_names}
+        self.named: dict[int, tuple[str, int]] = {}
 
     def take(self, key: Any, size_bytes: int, stream: int = 0) -> None:
         """Allocate under `key`, as the component that such keys belong to.
@@ -174,78 +140,114 @@ class _NamedMemory(Memory):
         Raises KeyError for a key that nobody has named: guessed, it would be drawn as a wrong part.
         """
         name = key[0] if isinstance(key, tuple) else key
-        self.allocator.component = self._component_of[str(name)]
+        self.named[self.allocator.num_operations] = self._component_of[str(name)], size_bytes
         super().take(key, size_bytes, stream)
-        self.allocator.component = _FROM_ELSEWHERE
 
 
-class _NamedModel(ModelReplay):
-    """Runs the traced sections and names every tensor by its row's component."""
+class _WatchedEngine:
+    """An engine whose sections are noted: each from before its gathers to after its releases."""
 
-    def _serve(self, first: int, end: int) -> None:
-        named: Any = self._allocator
-        layout, blocks = self._requests.layout, self._blocks
-        sizes_bytes = self._requests.sizes_bytes[first:end].tolist()
-        slots, components = layout.slots[first:end], layout.components[first:end]
-        for slot, size, component in zip(slots, sizes_bytes, components, strict=True):
-            if size > 0:
-                named.component = COMPONENTS[component]
-                blocks[slot] = named.allocate(size)
-            elif size and blocks[slot] is not None:
-                named.release(blocks[slot])
-                blocks[slot] = None
-        named.component = "gradients"  # two shares of one weight, summed
+    repeats = False
+
+    def __init__(self, engine: EngineReplay, allocator: Recorder) -> None:
+        self._engine, self._allocator = engine, allocator
+        self.starts: list[tuple[int, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def _begin(self, label: str) -> None:
+        self.starts.append((self._allocator.num_operations, label))
+
+    def before(self, section: str, layer: int) -> None:
+        """Begin a section."""
+        self._begin(section_label(section, layer))
+        self._engine.before(section, layer)
+
+    def optimizer_step(self) -> None:
+        """Begin the step's last section."""
+        self._begin(section_label("optimizer"))
+        self._engine.optimizer_step()
 
 
-class _Series:
-    """The sections seen since the last forward began."""
+class _Live:
+    """Live bytes by component, event by event, and their high point since a section began."""
 
     def __init__(self) -> None:
-        self.sections: list[Section] = []
-        self._label: str | None = None
+        self._tensors: dict[int, tuple[str, int, int]] = {}
+        self._live: Counter[str] = Counter()
+        self._high: Counter[str] = Counter()
+        self._bytes = self._high_bytes = self._reserved_bytes = 0
 
-    def begin(self, label: str, allocator: _NamedAllocator) -> None:
-        """End the running section and begin one; a forward's first forgets what was before."""
-        self.end(allocator)
-        if label == section_label("embed"):
-            self.sections.clear()
-        self._label = label
-        allocator.begin_section()
+    def move(self, slot: int, other: int) -> None:
+        """What was in another slot is in this one."""
+        if other in self._tensors:
+            self._tensors[slot] = self._tensors.pop(other)
 
-    def end(self, allocator: _NamedAllocator) -> None:
-        """Keep the running section, if there is one."""
-        if self._label is not None:
-            self.sections.append(
-                Section(
-                    label=self._label,
-                    high_parts=_held(allocator.high),
-                    end_parts=_held(allocator.live),
-                    reserved_bytes=allocator.reserved_bytes,
-                )
-            )
-        self._label = None
+    def take(self, slot: int, component: str, size_bytes: int, block_bytes: int) -> None:
+        """A tensor has a block; what the block has beyond it is rounding."""
+        self._tensors[slot] = component, size_bytes, block_bytes
+        self._add(component, size_bytes, block_bytes)
+        if self._bytes > self._high_bytes:
+            self._begin_peak()
+
+    def give(self, slot: int) -> None:
+        """A slot's tensor is gone."""
+        component, size_bytes, block_bytes = self._tensors.pop(slot)
+        self._add(component, -size_bytes, -block_bytes)
+
+    def _add(self, component: str, size_bytes: int, block_bytes: int) -> None:
+        self._live[component] += size_bytes
+        self._live["rounding"] += block_bytes - size_bytes
+        self._bytes += block_bytes
+
+    def _begin_peak(self) -> None:
+        self._high_bytes, self._high = self._bytes, Counter(self._live)
+
+    def end_section(self, label: str, reserved_bytes: int) -> Section:
+        """A section that ends; the next one's high point starts at what is live now."""
+        section = Section(
+            label=label,
+            high_parts=_held(self._high),
+            end_parts=_held(self._live),
+            reserved_bytes=reserved_bytes,
+        )
+        self._begin_peak()
+        return section
 
 
 def _held(parts: Counter[str]) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-class _WatchedEngine:
-    """An engine whose sections are noted: each from before its gathers to after its releases."""
-
-    def __init__(self, engine: EngineReplay, allocator: _NamedAllocator, series: _Series) -> None:
-        self._engine, self._allocator, self._series = engine, allocator, series
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def before(self, section: str, layer: int) -> None:
-        """Begin a section."""
-        self._series.begin(section_label(section, layer), self._allocator)
-        self._engine.before(section, layer)
-
-    def optimizer_step(self) -> None:
-        """Begin and end the last section."""
-        self._series.begin(section_label("optimizer"), self._allocator)
-        self._engine.optimizer_step()
-        self._series.end(self._allocator)
+def _sections(
+    model: ModelReplay, memory: _NamedMemory, starts: Sequence[tuple[int, str]]
+) -> list[Section]:
+    """The sections of what was recorded, from the last forward's on; `starts` are their operations."""
+    served, live = memory.allocator.serve(with_events=True), _Live()
+    tensors, sections, label, reserved_bytes = model.tensors(), [], "", 0
+    # In their order: moves and starts of sections come before what their operation serves.
+    marks: list[tuple[int, str, tuple[int, int] | None]] = [
+        (number, "", (slot, other)) for number, slot, other in memory.allocator.moves()
+    ]
+    marks += [(number, name, None) for number, name in starts]
+    waiting = deque(sorted(marks, key=lambda mark: mark[0]))
+    events = [*served.events.tolist(), (_END, NOTHING, 0, 0, served.reserved_bytes)]
+    for number, request, slot, block_bytes, reserved in events:
+        while waiting and waiting[0][0] <= number:
+            _, name, moved = waiting.popleft()
+            if moved:
+                live.move(*moved)
+                continue
+            sections.append(live.end_section(label, reserved_bytes))
+            label = name
+        if block_bytes > 0:
+            named = tensors[request] if request >= 0 else memory.named.get(number)
+            component, size_bytes = named or ("gradients", block_bytes)
+            live.take(slot, component, size_bytes, block_bytes)
+        elif block_bytes < 0:
+            live.give(slot)
+        reserved_bytes = reserved
+    sections.append(live.end_section(label, reserved_bytes))
+    first = max(i for i, section in enumerate(sections) if section.label == section_label("embed"))
+    return sections[first:]

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from planner.hardware import Gpu
 from planner.memory import ledger
 from planner.memory.adapters import trained_groups
-from planner.memory.allocator import ReplayedOutOfMemoryError
 from planner.memory.beside import Beside
 from planner.memory.ddp import DdpStates
 from planner.memory.deepspeed import DeepSpeedStates
@@ -28,6 +27,7 @@ from planner.memory.overheads import (
     workspace_bytes,
 )
 from planner.memory.parallel import group_size
+from planner.memory.recorder import ReplayedOutOfMemoryError
 from planner.memory.replay import Replayed
 from planner.memory.replay_engines import replay_training
 from planner.memory.sections import COMPONENTS
@@ -210,9 +210,9 @@ def training_memory(
 ) -> TrainingMemory:
     """Predict the peak memory of a steady training step on rank 0, which holds the most.
 
-    The caching allocator is replayed over the step's tensors (tens of milliseconds), unless
-    `segment_share` says how much of the allocated peak its segments hold beside tensors (under
-    two milliseconds), or the peak is from `LARGEST_REPLAYED_BYTES` on. `hardware` decides the size of library workspaces; without it Hopper's.
+    The caching allocator is replayed over the step's tensors, unless
+    `segment_share` says how much of the allocated peak its segments hold beside tensors,
+    or the peak is from `LARGEST_REPLAYED_BYTES` on. `hardware` decides the size of library workspaces; without it Hopper's.
     `beside` and `flying`: what is beside a split model's tensors, and its micro-batches in flight.
     """
     template = traced(spec, workload, workload.sequence_length)

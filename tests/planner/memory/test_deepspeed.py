@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.memory.allocator import CachingAllocator
 from planner.memory.deepspeed import (
     BUCKET_NUMEL,
     Bucket,
@@ -17,6 +16,7 @@ from planner.memory.deepspeed import (
 )
 from planner.memory.deepspeed_fetch import MAX_LIVE_NUMEL, Step, _calls, steady_fetches
 from planner.memory.groups import Place
+from planner.memory.recorder import Recorder
 from planner.memory.replay import Memory
 from planner.memory.replay_deepspeed import DeepSpeedReplay
 from planner.memory.sections import FLAT_GROUPS
@@ -142,13 +142,13 @@ def test_a_gradient_larger_than_a_bucket_waits_for_its_reduction(
     parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=stage, world_size=8)
     memory = Memory()
     engine = DeepSpeedReplay(spec, TrainingWorkload(), parallelism, memory, 64 * MIB_BYTES)
-    allocated = memory.allocator.allocated_bytes
+    allocated = memory.allocator.serve().allocated_bytes
     gradient = memory.allocator.allocate(128_256 * 4096 * 2)
     assert engine.keeps(gradient) is large_waits
     assert not engine.keeps(memory.allocator.allocate(MIB_BYTES))
     if large_waits:
         engine.last_gradient(FLAT_GROUPS.index("flat_head"), 0)
-        assert memory.allocator.allocated_bytes == allocated + MIB_BYTES
+        assert memory.allocator.serve().allocated_bytes == allocated + MIB_BYTES
 
 
 def test_what_is_free_is_given_back_before_the_flat_buffer_is_made(
@@ -161,10 +161,10 @@ def test_what_is_free_is_given_back_before_the_flat_buffer_is_made(
     def reserved_bytes() -> int:
         memory = Memory()
         DeepSpeedReplay(spec, TrainingWorkload(), parallelism, memory, 64 * MIB_BYTES).start()
-        return memory.allocator.reserved_bytes
+        return memory.allocator.serve().reserved_bytes
 
     given_back = reserved_bytes()
-    monkeypatch.setattr(CachingAllocator, "empty_cache", lambda self: None)
+    monkeypatch.setattr(Recorder, "empty_cache", lambda self: None)
     assert reserved_bytes() - given_back == 502 * MIB_BYTES
 
 
@@ -286,6 +286,6 @@ def test_every_small_parameter_stays_gathered_from_the_start() -> None:
     memory = Memory()
     parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=3, world_size=8)
     DeepSpeedReplay(MODEL, TrainingWorkload(), parallelism, memory, 64 * MIB_BYTES).start()
-    held, _ = memory.state()
-    norms = [key for key in held if key[0] == "small"]
-    assert len(norms) == 33  # two in each of 16 layers, and the last
+    assert (
+        sum(memory.holds(("small", number)) for number in range(1000)) == 33
+    )  # two norms in each of 16 layers, and the last

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from planner.errors import PlanError
-from planner.memory.replay import Memory
+from planner.memory.offload import OffloadedReplay
+from planner.memory.replay import EngineReplay
 from planner.memory.replay_engines import replay_training
+from planner.memory.replay_fsdp2 import Fsdp2Replay
+from planner.memory.replay_peakmark import PeakmarkReplay
 from planner.memory.templates import traced
 from planner.memory.training import plan_segment_share, training_memory
 from planner.obstacles import check_training
@@ -125,45 +128,35 @@ def test_formulas_and_replay_see_the_same_peak(
 
 
 @pytest.mark.parametrize(
-    ("engine", "stage", "optimizer", "micro_batches"),
+    ("replay", "engine", "stage", "chosen"),
     [
-        (Engine.PEAKMARK, 0, Optimizer.SGD, 1),
-        (Engine.PEAKMARK, 3, Optimizer.ADAMW_FUSED, 2),
-        (Engine.FSDP2, 3, Optimizer.ADAMW_FOREACH, 2),
-        (Engine.DDP, 0, Optimizer.SGD, 1),
-        (Engine.DDP, 0, Optimizer.SGD, 2),
-        (Engine.DEEPSPEED, 2, Optimizer.ADAMW_FUSED, 1),
+        (PeakmarkReplay, Engine.PEAKMARK, 0, {"optimizer": Optimizer.SGD}),
+        (PeakmarkReplay, Engine.PEAKMARK, 1, {"precision": Precision.BF16}),
+        (PeakmarkReplay, Engine.PEAKMARK, 2, {"grad_accumulation": 3}),
+        (PeakmarkReplay, Engine.PEAKMARK, 3, {"grad_accumulation": 2}),
+        (PeakmarkReplay, Engine.PEAKMARK, 3, {"lora_rank": 8}),
+        (OffloadedReplay, Engine.PEAKMARK, 2, {"offload_optimizer": True}),
+        (Fsdp2Replay, Engine.FSDP2, 2, {"optimizer": Optimizer.ADAMW_FOREACH}),
+        (Fsdp2Replay, Engine.FSDP2, 3, {"grad_accumulation": 2}),
+        (Fsdp2Replay, Engine.FSDP2, 3, {"grad_accumulation": 2, "sync_each_micro_batch": False}),
     ],
 )
-def test_a_step_left_out_would_have_changed_nothing(
+def test_a_step_recorded_once_is_every_step(
+    replay: type[EngineReplay],
     engine: Engine,
     stage: int,
-    optimizer: Optimizer,
-    micro_batches: int,
+    chosen: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step that ends as it began is not run again: with every step run, the bytes are the same."""
+    """Engines that say so repeat their steps: with all three recorded, the bytes are the same."""
     spec = resolve_model("Qwen/Qwen2.5-0.5B", {"num_hidden_layers": 4})
-    steps: list[int] = []
-    state_of = Memory.state
-
-    def counted(memory: Memory) -> Any:
-        steps.append(1)
-        return state_of(memory)
-
-    for length, checkpointing in itertools.product((256, 1000), Checkpointing):
+    for length, expandable in itertools.product((256, 1000), (False, True)):
         workload = TrainingWorkload(
-            sequence_length=length,
-            grad_accumulation=micro_batches,
-            optimizer=optimizer,
-            checkpointing=checkpointing,
+            sequence_length=length, expandable_segments=expandable, **chosen
         )
         ranks = Parallelism(engine=engine, zero_stage=stage, world_size=2)
         plan = spec, workload, ranks, traced(spec, workload, length), None
+        once = replay_training.__wrapped__(*plan)
         with monkeypatch.context() as patch:
-            patch.setattr(Memory, "state", counted)
-            shortened = replay_training.__wrapped__(*plan)
-            patch.setattr(Memory, "state", lambda memory: object())
-            assert replay_training.__wrapped__(*plan) == shortened
-    if engine is Engine.PEAKMARK and stage == 0:
-        assert len(steps) < 3 * 2 * len(Checkpointing), "no step was left out"
+            patch.setattr(replay, "repeats", False)
+            assert replay_training.__wrapped__(*plan) == once

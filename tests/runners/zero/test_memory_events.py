@@ -223,6 +223,8 @@ class _NotedMemory(Memory):
 class _Noted:
     """An engine's replay whose sections are noted."""
 
+    repeats = False
+
     def __init__(self, engine: Any, events: list[Event]) -> None:
         self._engine, self._events, self._starts = engine, events, [0]
 
