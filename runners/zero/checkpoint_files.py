@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from planner.units import format_bytes
 
@@ -89,14 +94,29 @@ class Description:
         return cls(**values)
 
 
-def describe_tensors(metadata: Metadata) -> dict[str, StoredTensor]:
-    """Return what torch.distributed.checkpoint says that it wrote."""
+class NotingWriter(FileSystemWriter):
+    """Notes where each piece was written: what torch 2.11's `save` returns does not say it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, on the rank that coordinates: the first."""
+        self.places = {found.index: found.storage_data for rank in results for found in rank}
+        super().finish(metadata, results)
+
+
+def describe_tensors(
+    metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]
+) -> dict[str, StoredTensor]:
+    """Return what torch.distributed.checkpoint says that it wrote, and `places` says where."""
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
         chunks = []
         for chunk in stored.chunks:
-            at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            at = places[MetadataIndex(name, chunk.offsets)]
             place = (at.relative_path, at.offset, at.length)
             chunks.append(Chunk(list(chunk.offsets), list(chunk.sizes), *place))
         dtype = str(stored.properties.dtype).removeprefix("torch.")

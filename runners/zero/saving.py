@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -28,6 +27,8 @@ from runners.zero.checkpoint_files import (
     CheckpointError,
     Description,
     DescriptionReader,
+    NotingWriter,
+    StoredTensor,
     begin_step,
     commit_step,
     describe_tensors,
@@ -65,9 +66,9 @@ def save_checkpoint(
     needed_bytes = sum(prod(p.shape) * p.values.element_size() for p in pieces.values())
     partial = _on_first_rank(engine, lambda: begin_step(directory, step, needed_bytes))
     try:
-        metadata = _write(engine, partial, pieces)
+        tensors = _write(engine, partial, pieces)
         return _on_first_rank(
-            engine, lambda: _commit(engine, partial, step, metadata, scalars, keep)
+            engine, lambda: _commit(engine, partial, step, tensors, scalars, keep)
         )
     except CheckpointError:
         if engine.collectives.rank == 0:
@@ -106,22 +107,24 @@ def load_checkpoint(engine: ZeroEngine, path: Path) -> int:
     return description.step
 
 
-def _write(engine: ZeroEngine, partial: Path, pieces: dict[str, Piece]) -> Metadata:
+def _write(engine: ZeroEngine, partial: Path, pieces: dict[str, Piece]) -> dict[str, StoredTensor]:
+    """Write all ranks' pieces; return, on the first rank, what lies where."""
+    writer = NotingWriter(partial)
     with _one_clear_error(f"{partial} could not be written", "free disk space or save elsewhere"):
         metadata: Metadata = save(
             dict(pieces),
-            storage_writer=FileSystemWriter(partial),
+            storage_writer=writer,
             planner=PieceSavePlanner(pieces),
             **_group_of(engine),
         )
-    return metadata
+    return describe_tensors(metadata, writer.places) if engine.collectives.rank == 0 else {}
 
 
 def _commit(
     engine: ZeroEngine,
     partial: Path,
     step: int,
-    metadata: Metadata,
+    tensors: dict[str, StoredTensor],
     scalars: dict[str, float],
     keep: int | None,
 ) -> Path:
@@ -130,7 +133,7 @@ def _commit(
         optimizer=_family(engine),
         stage=engine.stage,
         world_size=engine.collectives.world_size,
-        tensors=describe_tensors(metadata),
+        tensors=tensors,
         scalars=scalars,
         files=file_sizes(partial),
     )
