@@ -53,13 +53,10 @@ def _attention_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | N
 
 def _triton_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
     """Return why our kernel cannot compute this model's attention, or None."""
-    window = model.sliding_window
     if workload.packed:
         return "it knows no documents within a row"
     if model.family == "falcon":
         return "transformers' Falcon takes no attention function from outside"
-    if window is not None and window < workload.sequence_length:
-        return f"it has no sliding window, and this model's window of {window} is shorter"
     if model.value_dim != model.head_dim:
         return (
             f"it needs keys and values of one size, this model's are {model.head_dim} and "

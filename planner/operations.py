@@ -124,11 +124,13 @@ def _computed_pairs(spec: ModelSpec, attention: Attention, s: Numbers) -> Number
     """Return the pairs a kernel computes over all layers.
 
     Eager computes the whole square. SDPA skips half of it when causal, but gets a mask and
-    computes the square where a window applies.
+    computes the square where a window applies. Ours skips what a window hides, too.
     """
     square = s * s
     if attention is Attention.EAGER:
         return spec.num_layers * square
+    if attention is Attention.TRITON:
+        return _attention_pairs(spec, s)
     causal = attended_pairs(s, None)
     if spec.sliding_window is None:
         return spec.num_layers * causal

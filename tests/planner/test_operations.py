@@ -156,6 +156,13 @@ def test_fused_kernels_skip_half_of_the_square_and_eager_does_not() -> None:
         assert attention_flops(kernel, 4096.0) == eager / 2 * (4097 / 4096)
 
 
+def test_our_kernel_computes_what_a_window_shows() -> None:
+    # The first 4,096 tokens see 1 to 4,096 keys, the other 4,096 see 4,096 each.
+    mistral = resolve_model("mistralai/Mistral-7B-v0.1")
+    pairs = 4096 * 4097 / 2 + 4096 * 4096
+    assert attention_flops(Attention.TRITON, 8192.0, mistral) == 32 * 4 * 4096 * pairs
+
+
 def test_sdpa_computes_the_square_under_a_window() -> None:
     mistral = resolve_model("mistralai/Mistral-7B-v0.1")
     assert attention_flops(Attention.SDPA, 8192.0, mistral) == 32 * 4 * 4096 * 8192.0**2

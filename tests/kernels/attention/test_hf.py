@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import (
     chunked_causal_mask_function,
@@ -136,6 +137,25 @@ def test_a_windowed_model_decodes_as_eager_past_its_window() -> None:
     fields = TINY | {"sliding_window": 6}
     ours = build("mistral", **fields).generate(tokens(9), **options)
     assert torch.equal(ours, build("mistral", "eager", **fields).generate(tokens(9), **options))
+
+
+def test_a_window_and_a_softcap_keep_no_tensor_more_than_causal_attention() -> None:
+    def kept(model_type: str, **fields: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        model = build(model_type, **TINY, **fields)
+        found: list[tuple[tuple[int, ...], torch.dtype]] = []
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            ids = mode.from_tensor(tokens())
+            hooks = saved_tensors_hooks(
+                lambda t: found.append((tuple(t.shape), t.dtype)) or t, lambda t: t
+            )
+            with hooks:
+                model(input_ids=ids, use_cache=False)
+        return found
+
+    assert kept("mistral", sliding_window=9) == kept("mistral", sliding_window=None)
+    capped = {"head_dim": 16, "final_logit_softcapping": None}
+    plain = {**capped, "sliding_window": 70, "attn_logit_softcapping": None}
+    assert kept("gemma2", **capped, sliding_window=9) == kept("gemma2", **plain)
 
 
 def test_chunked_attention_is_refused() -> None:
