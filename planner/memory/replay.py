@@ -17,6 +17,7 @@ from planner.memory.recorder import Block, Recorder
 from planner.memory.requests import (
     EMBEDDING_GRADIENT,
     FIRST_PRODUCT,
+    GRADIENT,
     HEAD_GRADIENT,
     LOSS_IS_BEHIND,
     NO_CUT,
@@ -94,6 +95,12 @@ class EngineReplay(Protocol):
     def keeps(self, gradient: Any) -> bool:
         """Whether the engine holds on to the block of a vocabulary-sized weight's gradient."""
 
+    follows_gradients: bool
+    """Whether it is told of every gradient that is released where it was made."""
+
+    def gradient(self, size_bytes: int) -> None:
+        """A gradient is whole, and released next."""
+
     def before_backward_product(self) -> None:
         """The first matrix product of a backward is next: the loss is behind."""
 
@@ -130,6 +137,12 @@ class Requests:
         """Slot and rounded bytes of a request's tensor."""
         kind = int(self.kinds[request])
         return int(self.layout.slots[request]), int(self.rounded[kind])
+
+    def size_of(self, release: int) -> int:
+        """The bytes of the tensor that request number `release` releases."""
+        slots = self.layout.slots
+        made = int(np.flatnonzero(slots[:release] == slots[release])[0])
+        return int(self.sizes_bytes[self.kinds[made]])
 
 
 class ModelReplay:
@@ -178,7 +191,7 @@ class ModelReplay:
 
     def _requests_of(self, spec: ModelSpec, sequence: StepSequence) -> Requests:
         values = monomial_values(spec, sequence.steps.monomials, *self._sizes)
-        layout = lay_out(sequence)
+        layout = lay_out(sequence, self._engine.follows_gradients)
         sizes_bytes = layout.sizes_bytes(np.rint(values * 2).astype(np.int64))
         return Requests(layout, self._kinds(spec, layout), sizes_bytes)
 
@@ -217,7 +230,9 @@ class ModelReplay:
             for first, end, cut in section.stretches:
                 if first < end:
                     record(SERVE, start + first, start + end, first_slot)
-                if cut != NO_CUT:
+                if cut == GRADIENT:
+                    self._tell_of_gradient(end)
+                elif cut != NO_CUT:
                     self._stop_at(cut, section)
             gradients = [self._tensor(request) for request in section.gradients]
             engine.after(name, layer, [block for block in gradients if block is not None])
@@ -232,6 +247,13 @@ class ModelReplay:
 
     def _tensor_at(self, cut: int) -> Block | None:
         return self._tensor(self._requests.layout.request_of[cut])
+
+    def _tell_of_gradient(self, release: int) -> None:
+        layout = self._requests.layout
+        head = layout.request_of.get(HEAD_GRADIENT)
+        is_share = head is not None and layout.slots[head] == layout.slots[release]
+        if not (is_share and self._is_tied):
+            self._engine.gradient(self._requests.size_of(release))
 
     def _stop_at(self, cut: int, section: Section) -> None:
         name, layer = section.place

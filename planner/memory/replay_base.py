@@ -27,6 +27,7 @@ class EngineBase:
     """What all engines share: the token batch, library workspaces, optimizer states."""
 
     repeats = False
+    follows_gradients = False
 
     def __init__(
         self, spec: ModelSpec, workload: TrainingWorkload, memory: Memory, workspaces_bytes: int
@@ -69,6 +70,9 @@ class EngineBase:
 
     def last_gradient(self, group: int, layer: int) -> None:
         """Nothing, where an engine reduces at the end of a section."""
+
+    def gradient(self, size_bytes: int) -> None:
+        """Nothing, where an engine does not ask for it."""
 
     def keeps(self, gradient: Any) -> bool:
         """No gradient of a vocabulary-sized weight, where it is added or copied as it comes."""

@@ -13,7 +13,6 @@ from planner.memory.deepspeed import (
     Bucket,
     buckets_after_backward,
     flat_partition,
-    reductions,
     sharded_partition,
 )
 from planner.memory.deepspeed_fetch import (
@@ -52,7 +51,11 @@ class DeepSpeedReplay(EngineBase):
         self._numels = [tensor.numel for _, tensor in model_order(spec, BF16_BYTES)]
         cut = sharded_partition if self._stage == 3 else flat_partition
         self._part = cut(spec, self._ranks)
-        self._spec, self._reductions = spec, reductions(spec)
+        self._spec = spec
+        self.follows_gradients = self._stage != 1
+        # The gradients that came last and are not reduced, as elements of the model's order.
+        self._first = sum(self._numels)
+        self._filled = 0
         recomputes = workload.checkpointing is Checkpointing.FULL
         self._fetches = steady_fetches(spec, recomputes) if self._gathers else None
         self._events = first_fetches(spec, recomputes) if self._gathers else {}
@@ -160,14 +163,21 @@ class DeepSpeedReplay(EngineBase):
         if group == _HEAD:
             self._memory.take("bucket", _BUCKET_BYTES)
 
-    def last_gradient(self, group: int, layer: int) -> None:
-        """A head larger than a bucket is reduced before the final norm's gradient comes to it."""
-        if group == _HEAD and self._stage != 1:
-            self._reduce_all(Place("loss_backward"))
+    def gradient(self, size_bytes: int) -> None:
+        """Reduce the bucket if it has no room for this gradient, then put it there.
 
-    def _reduce_all(self, place: Place) -> None:
-        for bucket in self._reductions.get(place, ()):
-            self._reduce(bucket)
+        Gradients are taken to come in the model's order reversed.
+        """
+        numel = size_bytes // BF16_BYTES
+        if self._filled and self._filled + numel > BUCKET_NUMEL:
+            self._reduce(Bucket(self._first, self._filled))
+            self._filled = 0
+        self._first = max(0, self._first - numel)
+        self._filled += numel
+
+    def _reduce_rest(self) -> None:
+        self._reduce(Bucket(0, self._filled))
+        self._first, self._filled = sum(self._numels), 0
 
     def after(self, section: str, layer: int, gradients: Blocks) -> None:
         """Reduce the buckets that filled; end a micro-batch after the embedding's backward."""
@@ -178,8 +188,8 @@ class DeepSpeedReplay(EngineBase):
             self._memory.take("bucket", _BUCKET_BYTES)
         if self._stage == 1:
             self._keep(section, gradients)
-        elif section != "loss_backward":
-            self._reduce_all(_place(section, layer))
+        elif section == "embed_backward":
+            self._reduce_rest()
         if section == "embed_backward":
             self._end_micro_batch()
 

@@ -21,6 +21,8 @@ from planner.memory.sections import COMPONENTS, MARKS, StepSequence, allocations
 # that first product, where the gradient of the logits is all that is left of the loss.
 HEAD_GRADIENT, FIRST_PRODUCT, EMBEDDING_GRADIENT = range(len(MARKS), len(MARKS) + 3)
 LOSS_IS_BEHIND = len(MARKS) + 3
+# Before a gradient is released where it was made: what it is for has been done with it.
+GRADIENT = LOSS_IS_BEHIND + 1
 NO_CUT = -1
 _GRADIENTS = COMPONENTS.index("gradients")
 Integers = npt.NDArray[np.int64]
@@ -83,16 +85,19 @@ def rounded_sizes(sizes_bytes: Integers) -> Integers:
 
 
 @lru_cache(maxsize=64)
-def lay_out(sequence: StepSequence) -> Layout:
-    """Lay out the requests of a template's steps for a model's layers."""
-    return _Builder(sequence).layout()
+def lay_out(sequence: StepSequence, stops_at_gradients: bool = False) -> Layout:
+    """Lay out the requests of a template's steps for a model's layers.
+
+    `stops_at_gradients` cuts before the release of every gradient too.
+    """
+    return _Builder(sequence, stops_at_gradients).layout()
 
 
 class _Builder:
     """Numbers the tensors of all sections, then lays the sections out one behind the other."""
 
-    def __init__(self, sequence: StepSequence) -> None:
-        self._sequence = sequence
+    def __init__(self, sequence: StepSequence, stops_at_gradients: bool) -> None:
+        self._sequence, self._stops_at_gradients = sequence, stops_at_gradients
         self._first_slot: dict[Place, int] = {}
         self._num_slots = 0
         for place in (*sequence.forward(), *sequence.backward()):
@@ -130,6 +135,8 @@ class _Builder:
         requests, slot = self._requests, self._first_slot[place]
         first, stretches = len(requests), []
         gradients: dict[int, int] = {}
+        stops = self._stops_at_gradients and place.section.endswith("_backward")
+        weight_gradients: set[int] = set()
         for row in self._sequence.rows(place):
             cuts: list[int] = []
             if len(row) == 1:
@@ -137,6 +144,9 @@ class _Builder:
             elif len(row) == 2:
                 for where, number in self._sequence.released(place, row):
                     released = self._first_slot[where] + number
+                    if released in weight_gradients:
+                        stretches.append((first, len(requests), GRADIENT))
+                        first = len(requests)
                     requests.append((released, NOTHING, 0))
                     gradients.pop(released, None)
             else:
@@ -146,6 +156,8 @@ class _Builder:
                 kind = self._kinds.setdefault((row[1], row[2]), len(self._kinds))
                 if row[0] == _GRADIENTS:
                     gradients[slot] = len(requests)
+                elif stops and _is_of_weight(self._sequence.steps.monomials[row[1]]):
+                    weight_gradients.add(slot)
                 cuts = [cut for cut, behind in self._cut_slots.items() if behind == slot]
                 self._request_of |= dict.fromkeys(cuts, len(requests))
                 requests.append((slot, kind, row[0]))
@@ -155,6 +167,13 @@ class _Builder:
                 first = len(requests)
         stretches.append((first, len(requests), NO_CUT))
         return Section(place, tuple(stretches), tuple(gradients.values()))
+
+
+def _is_of_weight(monomial: str) -> bool:
+    """Whether a backward's tensor is a weight's gradient: it has no tokens, and is no scalar."""
+    names = monomial.split("*")
+    tokens = {"batch", "seq", "half_seq_and_one", "chunk", "top_k"}
+    return bool(monomial) and ":" not in monomial and not tokens.intersection(names)
 
 
 def _weight_gradient(sequence: StepSequence, place: Place) -> int:

@@ -17,9 +17,9 @@ from planner.memory.deepspeed import (
 from planner.memory.deepspeed_fetch import MAX_LIVE_NUMEL, Step, _calls, steady_fetches
 from planner.memory.groups import Place
 from planner.memory.recorder import Recorder
-from planner.memory.replay import Memory
+from planner.memory.replay import Memory, ModelReplay
 from planner.memory.replay_deepspeed import DeepSpeedReplay
-from planner.memory.sections import FLAT_GROUPS
+from planner.memory.templates import load_steps, traced
 from planner.memory.training import training_grid, training_memory
 from planner.model import ModelSpec
 from planner.presets import resolve_model
@@ -147,8 +147,36 @@ def test_a_gradient_larger_than_a_bucket_waits_for_its_reduction(
     assert engine.keeps(gradient) is large_waits
     assert not engine.keeps(memory.allocator.allocate(MIB_BYTES))
     if large_waits:
-        engine.last_gradient(FLAT_GROUPS.index("flat_head"), 0)
+        engine.gradient(128_256 * 4096 * 2)
+        assert (
+            memory.allocator.serve().allocated_bytes == allocated + gradient.size_bytes + MIB_BYTES
+        )
+        engine.gradient(4096 * 2)  # the next one has no room beside it
         assert memory.allocator.serve().allocated_bytes == allocated + MIB_BYTES
+
+
+def test_buckets_are_reduced_as_the_gradients_come() -> None:
+    """Llama's layer: down, up, gate, a norm, o, v, k, q, a norm; bytes as bf16 has them."""
+    spec = resolve_model("meta-llama/Llama-3.2-1B", {"num_hidden_layers": 2})
+    told: list[int] = []
+
+    class Listening(DeepSpeedReplay):
+        def gradient(self, size_bytes: int) -> None:
+            told.append(size_bytes)
+            super().gradient(size_bytes)
+
+    parallelism = Parallelism(engine=Engine.DEEPSPEED, zero_stage=2, world_size=8)
+    workload = TrainingWorkload(sequence_length=512)
+    memory = Memory()
+    engine = Listening(spec, workload, parallelism, memory, 64 * MIB_BYTES)
+    template = traced(spec, workload, 512)
+    model = ModelReplay(spec, load_steps(template, "added"), memory, engine, 1, 512, False)
+    engine.start()
+    model.micro_batch(0, is_last=True)
+    norm, square, narrow, wide = 2048, 2048**2, 2048 * 512, 2048 * 8192
+    layer = [wide, wide, wide, norm, square, narrow, narrow, square, norm]
+    # The head is tied: its share comes with the embedding's.
+    assert told == [2 * numel for numel in (norm, *layer, *layer, EMBEDDING)]
 
 
 def test_what_is_free_is_given_back_before_the_flat_buffer_is_made(
