@@ -43,7 +43,7 @@ else 128.
 
 The `hopper` backward takes full and causal masks, and runs only where `hopper` is asked for by name:
 until it returns it holds, beside dq, dk and dv, dQ in fp32 (4 B Sq Hq D bytes) and padded rows of
-logsumexp and delta (1024 B Hq ceil(Sq / 128) bytes), which no memory prediction counts yet. dK and dV
+logsumexp and delta (8 bytes for each of B Hq Sq, Sq rounded up to 128), which no memory prediction counts yet. dK and dV
 repeat bit for bit; dQ is added up in no fixed order. The portable backward, which `auto` takes, repeats
 every bit, and it alone runs where torch is told to use deterministic algorithms.
 

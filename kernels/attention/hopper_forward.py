@@ -133,8 +133,9 @@ def _open_tile(
 ):  # fmt: skip
     """Wait for the Q and the first K of group C in tile i.
 
-    Returns its head and first row, its last key block, its number of blocks, and how many more of
-    the tile's lie below.
+    Returns its head and first row, its first key block and the end of them, and how many more of
+    the tile's blocks lie below. (Triton 3.6 loses a number of blocks that is carried beside the last
+    one through a loop: both are worked out where they are used.)
     """
     seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
     q_full, q_free, k_full, k_free, v_full, v_free = bars
@@ -152,7 +153,7 @@ def _open_tile(
         first, end = own_first, own_end
     mbarrier.wait(q_full.index(QS * C + i % QS), i // QS & 1)
     mbarrier.wait(k_full.index(idx), phase)
-    return batch_head, row, end - 1, end - first, below, idx, phase, v_idx, v_phase
+    return batch_head, row, first, end, below, idx, phase, v_idx, v_phase
 
 
 @gluon.jit
@@ -260,16 +261,12 @@ def _consume(
     STAGES: gl.constexpr, QS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Attend the BM query rows of group C in each tile of this program."""
-    s_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    o_l: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    # Accumulators of WGMMA (version 3.0) over four warps, 16 rows each.
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    o_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
     q_s, k_s, v_s, o_s = tiles
     q_full, q_free, k_full, k_free, v_full, v_free = bars
     dtype: gl.constexpr = out[0].dtype
@@ -277,7 +274,7 @@ def _consume(
     order, count = _own_list(lists)
     idx = 0
     phase = 0
-    batch_head, row, last, blocks, below, idx, phase, v_idx, v_phase = _open_tile(
+    batch_head, row, first, end, below, idx, phase, v_idx, v_phase = _open_tile(
         order, 0, sizes, bars, idx, phase, idx, phase, C, NC, BM, BN, STAGES, QS, RIGHT, LEFT
     )
     s_t = _scores(q_s.index(QS * C), k_s.index(idx), zero, BM, BN, D)
@@ -286,13 +283,13 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=(s_t,))
         mbarrier.arrive(k_free.index(idx))
         if MASK != MASK_NONE:
-            s = _mask(s, row, last * BN, sizes, BM, BN, RIGHT, LEFT, MASK, s_l)
+            s = _mask(s, row, (end - 1) * BN, sizes, BM, BN, RIGHT, LEFT, MASK, s_l)
         m = gl.max(s, 1) * scale_log2
         p = gl.exp2(s * scale_log2 - _anchor(m, MASK)[:, None])
         sums = _lane_sum(p, BM, BN)
         pb = gl.convert_layout(p.to(dtype), p_l)
         acc = gl.zeros([BM, D], gl.float32, o_l)
-        for j in range(1, blocks):
+        for j in range(1, end - first):
             idx, phase = advance(idx, phase, STAGES)
             mbarrier.wait(k_full.index(idx), phase)
             s_t = _scores(q, k_s.index(idx), zero, BM, BN, D)
@@ -301,7 +298,7 @@ def _consume(
             s = warpgroup_mma_wait(1, deps=(s_t,))
             mbarrier.arrive(k_free.index(idx))
             if MASK == MASK_EVERY:
-                key = (last - j) * BN
+                key = (end - 1 - j) * BN
                 # With three groups a branch here would cost registers that are not there.
                 if NC == 3 or _is_partial(row, key, sizes, BM, BN, RIGHT, LEFT):
                     s = _mask(s, row, key, sizes, BM, BN, RIGHT, LEFT, MASK, s_l)
@@ -326,7 +323,7 @@ def _consume(
         if LEFT and below > 0:
             idx, phase, v_idx, v_phase = _pass_block(bars, idx, phase, v_idx, v_phase, STAGES)
         if i + 1 < count:
-            batch_head, row, last, blocks, below, idx, phase, v_idx, v_phase = _open_tile(
+            batch_head, row, first, end, below, idx, phase, v_idx, v_phase = _open_tile(
                 order, i + 1, sizes, bars, idx, phase, v_idx, v_phase,
                 C, NC, BM, BN, STAGES, QS, RIGHT, LEFT,
             )  # fmt: skip
