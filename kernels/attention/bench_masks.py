@@ -2,35 +2,32 @@
 
 bf16, random normal, B * S = 32,768 tokens and H * D = 2048. FlexAttention is compiled for the same
 mask (fullgraph, static shapes, no recompilation past its limit, so no eager fall-back). Every result
-is compared before it is timed; times are medians of `triton.testing.do_bench`, taken in turns.
+is compared before it is timed; times are medians, taken in turns (kernels/timing.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
-import triton
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels.attention import masks
 from kernels.attention.dispatch import forced_backend
-from kernels.attention.masks import Mask
+from kernels.attention.masks import Mask, MaskKind
 from kernels.attention.triton import flash_attention
+from kernels.timing import Report, times_in_turns
 
 TOKENS = 32768
 HIDDEN = 2048
-WARMUP_MS, WINDOW_MS, ROUNDS = 25, 100, 3
 WINDOW = 4096
 DOCUMENT = 4096
 BLOCK = 128
@@ -95,8 +92,8 @@ def cases() -> Iterator[Case]:
     yield _document_case(128, TOKENS)
     yield _block_case(128, 8192)
     yield Case(name="global 128, window 4k", head_dim=128, seq=TOKENS, mask=local, rule=globals_too)
-    capped = {"mask": masks.CAUSAL, "rule": causal, "softcap": 50.0}
-    yield Case(name="causal, softcap 50", head_dim=128, seq=8192, **capped)
+    plain = Case(name="causal", head_dim=128, seq=8192, mask=masks.CAUSAL, rule=causal)
+    yield replace(plain, name="causal, softcap 50", softcap=50.0)
     for dim, seq in ((128, 2048), (64, 2048), (128, 32768), (64, 32768)):
         yield Case(name="causal", head_dim=dim, seq=seq, mask=masks.CAUSAL, rule=causal)
         yield Case(name="full", head_dim=dim, seq=seq, mask=masks.FULL, rule=None)
@@ -122,11 +119,10 @@ def ours(case: Case) -> Attend:
 def flex(case: Case) -> Attend:
     """Return compiled FlexAttention for a case, its block mask made beforehand."""
     rule, cap = case.rule, case.softcap
-    sizes = {"B": None, "H": None, "Q_LEN": case.seq, "KV_LEN": case.seq}
-    made = None if rule is None else create_block_mask(rule, **sizes)
+    made = None if rule is None else create_block_mask(rule, None, None, case.seq, case.seq)
 
     def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return cap * torch.tanh(score / cap)
+        return score if cap is None else cap * torch.tanh(score / cap)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_attention(q, k, v, block_mask=made, score_mod=None if cap is None else capped)
@@ -157,44 +153,31 @@ def timed(attend: Attend, inputs: list[Tensor], direction: str) -> Callable[[], 
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def in_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return each call's median time in seconds, over rounds in alternating order."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    options = {"warmup": WARMUP_MS, "rep": WINDOW_MS, "return_mode": "median"}
-    for turn in range(ROUNDS):
-        for name in sorted(calls, reverse=bool(turn % 2)):
-            times[name].append(triton.testing.do_bench(calls[name], **options) / 1e3)
-    return {name: statistics.median(found) for name, found in times.items()}
+def compare(report: Report, case: Case) -> None:
+    """Add a row for each direction: ours, FlexAttention and, beside a window, our causal attention.
 
-
-def compare(case: Case) -> Iterator[dict[str, Any]]:
-    """Yield a row for each direction: ours, FlexAttention and, for a window, our causal attention."""
+    Raises RuntimeError where the two results differ.
+    """
     inputs = make_inputs(case)
     calls = {"ours": ours(case), "flex": flex(case)}
     apart = difference(results(calls["ours"], inputs), results(calls["flex"], inputs))
     if not apart <= MAX_DIFFERENCE:
-        raise RuntimeError(f"{case.name}: ours and FlexAttention differ by {apart}")
-    if case.name.startswith("window"):
-        plain = {"name": "causal", "head_dim": case.head_dim, "seq": case.seq}
-        calls["causal"] = ours(Case(**plain, mask=masks.CAUSAL, rule=None))
-    sizes = {"mask": case.name, "head_dim": case.head_dim, "seq": case.seq}
+        raise RuntimeError(f"ours and FlexAttention differ by {apart:.3g}")
+    if case.mask.kind is MaskKind.WINDOW:
+        calls["causal"] = ours(replace(case, mask=masks.CAUSAL))
     for direction in ("forward", "backward"):
-        times = in_turns({name: timed(f, inputs, direction) for name, f in calls.items()})
-        ratios = {f"{name}_ratio": times[name] / times["ours"] for name in times if name != "ours"}
-        seconds = {f"{name}_s": found for name, found in times.items()}
-        yield {**sizes, "direction": direction, "difference": apart, **seconds, **ratios}
+        times = times_in_turns({name: timed(f, inputs, direction) for name, f in calls.items()})
+        figures = {f"{name}_s": found for name, found in times.items()}
+        figures["ratio"] = times["flex"] / times["ours"]
+        if "causal" in times:
+            figures["causal_ratio"] = times["causal"] / times["ours"]
+        report.add(named(case) | {"direction": direction, "peer": "FlexAttention"}, **figures)
 
 
-def environment() -> dict[str, Any]:
-    """Return what the times depend on beside the shapes."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "window_ms": WINDOW_MS,
-        "rounds": ROUNDS,
-    }
+def named(case: Case) -> dict[str, Any]:
+    """Return what a row says of its case."""
+    heads = HIDDEN // case.head_dim
+    return {"mask": case.name, "head_dim": case.head_dim, "heads": heads, "seq": case.seq}
 
 
 def main() -> None:
@@ -205,32 +188,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the benchmark times GPU kernels")
-    torch._functorch.config.donated_buffer = False
-    torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    started = time.monotonic()
+    prepare_flex()
+    report, started = Report("attention_masks", arguments.json), time.monotonic()
     with forced_backend("triton"):
         for case in cases():
             if time.monotonic() - started > arguments.seconds:
-                print(f"no time left for {case.name}, D {case.head_dim}", flush=True)
+                print(f"no time left for {named(case)}", flush=True)
                 continue
-            try:
-                for row in compare(case):
-                    report(row, arguments.json)
-            except Exception as error:
-                print(
-                    f"{case.name}, D {case.head_dim}: {type(error).__name__}: {error}", flush=True
-                )
+            with report.surviving(named(case)):
+                compare(report, case)
 
 
-def report(row: dict[str, Any], path: Path | None) -> None:
-    """Print one row and append it, with its environment, to the file."""
-    ratios = ", ".join(f"{k} {v:.2f}" for k, v in row.items() if k.endswith("_ratio"))
-    where = f"{row['mask']:22} D {row['head_dim']:3} S {row['seq']:5} {row['direction']:8}"
-    print(f"{where} ours {row['ours_s'] * 1e3:7.3f} ms, {ratios}", flush=True)
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(row | environment()) + "\n")
+def prepare_flex() -> None:
+    """Let FlexAttention's backward run again and again, and let nothing fall back to eager."""
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 if __name__ == "__main__":
