@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.collective_times import collective_times_s
 from planner.memory.overheads import NCCL_OVERHEAD
 from planner.plan import Plan
 from planner.records import RecordedRow
@@ -74,15 +75,12 @@ def compare(
 def _communication_s(
     prediction: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> tuple[float | None, float | None]:
-    """Return the time of all collectives of a step, predicted and in the traced step.
-
-    Of each collective the rank that waited least for the others.
-    """
-    ranks = [rank["collectives"] for rank in measured.get("kernel_times") or ()]
-    if not ranks:
+    """Return the time of all collectives of a step, predicted and in the traced step."""
+    seen = collective_times_s(measured.get("kernel_times") or ())
+    if not seen:
         return None, None
-    seen = sum(min(rank[name]["time_s"] for rank in ranks if name in rank) for name in ranks[0])
-    return sum(item["time_s"] for item in prediction["throughput"]["communication"]), seen
+    predicted = sum(item["time_s"] for item in prediction["throughput"]["communication"])
+    return predicted, sum(seen.values())
 
 
 def _memory_pairs(

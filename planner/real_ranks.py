@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.collective_times import collective_times_s
 from planner.communication import RING_PASSES
 from planner.records import Kind, RecordedRow
 from planner.zero import work_of
@@ -15,7 +16,7 @@ REAL, ALONE = "nccl", "solo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTime:
-    """All calls of one collective in a traced step, on the rank that waited least for the others.
+    """All calls of one collective in a traced step, each without the wait for other ranks.
 
     `bus_bytes_s` is what its link carried a second, as nccl-tests define it.
     """
@@ -56,16 +57,16 @@ class RealRun:
         counted = self.row.measured.get("communication") or {}
         ranks = self.row.measured.get("kernel_times") or []
         num_ranks = self.row.spec["plan"]["parallelism"]["world_size"]
+        times_s = collective_times_s(ranks)
         found = []
         for name, sent in counted.items():
-            seen = [rank["collectives"][name] for rank in ranks if name in rank["collectives"]]
-            if seen:
-                time_s = min(one["time_s"] for one in seen)
+            if name in times_s:
+                time_s = times_s[name]
                 moved = RING_PASSES.get(name, 1) * sent["bytes"] * (num_ranks - 1) / num_ranks
                 found.append(
                     CollectiveTime(
                         collective=name,
-                        calls=seen[0]["calls"],
+                        calls=sent["calls"],
                         payload_bytes=sent["bytes"],
                         time_s=time_s,
                         bus_bytes_s=moved / time_s,

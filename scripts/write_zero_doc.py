@@ -70,9 +70,11 @@ for gathers and reductions.
 HOW_REAL = """
 World `nccl`, one process per GPU, beside the same plan in `solo` (alone); rank 0, sizes in GiB.
 **exposed** is how long only collectives ran in a traced step, on the rank where that was least: what a
-step waits for. A collective's time is that of its NCCL kernels on the rank that waited least for the
-others; GB/s are bus bandwidth. **losses**: the largest difference of a step's loss from our engine's
-stage 0, over the measured steps.
+step waits for. A collective's time is that of its NCCL kernels, each call's on the rank that came last
+(where calls were kept apart; else a rank's sum, which holds waits for the other); GB/s are bus bandwidth.
+**losses**: the largest difference of a step's loss from our engine's stage 0, over the measured steps
+(attention's backward adds up in no fixed order). FSDP2 begins with fp32 numbers that ours rounds to bf16:
+from the rounded ones it trains alike, bit by bit (tests/runners/engines/test_mixed_alike.py).
 """
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ def measure_kernels(step: Callable[[], None], device: torch.device) -> dict[str,
 def summarize(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return figures of the device's work among the events of a trace (microseconds).
 
-    `kernels` counts it and `busy_s` is how long anything ran. `collectives` holds calls and time_s
-    of each NCCL kernel, which begins when this rank does and so holds the wait for the others;
+    `kernels` counts it and `busy_s` is how long anything ran. `collectives` holds calls, time_s and,
+    call by call, times_s of each NCCL kernel, which begins when this rank does and so holds the wait
+    for the others;
     `communication_s` is how long any of them ran, `exposed_s` how long nothing else did meanwhile.
     """
     work = [event for event in events if event.get("cat") in _DEVICE_WORK]
+    work.sort(key=lambda event: float(event["ts"]))
     spans = [_span(event) for event in work]
     names = [_collective(str(event["name"])) for event in work]
     others = [span for span, name in zip(spans, names, strict=True) if name is None]
@@ -65,13 +67,15 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "communication_s": covered(sent),
         "exposed_s": busy_s - covered(others),
         "collectives": {
-            name: {
-                "calls": names.count(name),
-                "time_s": sum(e - s for (s, e), n in zip(spans, names, strict=True) if n == name),
-            }
+            name: _calls([span for span, found in zip(spans, names, strict=True) if found == name])
             for name in sorted({name for name in names if name is not None})
         },
     }
+
+
+def _calls(spans: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    times_s = [end - start for start, end in spans]
+    return {"calls": len(spans), "time_s": sum(times_s), "times_s": times_s}
 
 
 def _span(event: Mapping[str, Any]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from planner.collective_times import collective_times_s
 from planner.real_ranks import real_runs
 from planner.records import Kind, RecordedRow, Role
 
@@ -40,6 +41,17 @@ def test_the_newest_row_of_each_plan_stands_beside_its_own_alone() -> None:
     assert [run.alone for run in found] == [None, alone, None]
     assert [run.loss_distance for run in found] == [0.0, 0.5, None]
     assert [run.exposed_s for run in found] == [None, None, None]
+
+
+def test_of_every_call_the_rank_that_came_last_counts() -> None:
+    ranks = [
+        {"collectives": {"all_gather": {"time_s": 9.0, "times_s": [1.0, 8.0]}}},
+        {"collectives": {"all_gather": {"time_s": 7.0, "times_s": [5.0, 2.0]}}},
+    ]
+    assert collective_times_s(ranks) == {"all_gather": 3.0}
+    ranks[0]["collectives"]["all_gather"]["times_s"] = [1.0]
+    assert collective_times_s(ranks) == {"all_gather": 7.0}
+    assert collective_times_s([]) == {}
 
 
 def test_a_collective_takes_the_time_of_the_rank_that_waited_least() -> None:

@@ -36,6 +36,9 @@ def test_a_step_is_split_in_computing_and_collectives() -> None:
     found = summarize(events)
     times = {name: one.pop("time_s") for name, one in found["collectives"].items()}
     assert times == pytest.approx({"all_gather": 80e-6, "reduce_scatter": 25e-6})
+    scatters = found["collectives"]["reduce_scatter"].pop("times_s")
+    assert scatters == pytest.approx([20e-6, 5e-6])
+    assert found["collectives"]["all_gather"].pop("times_s") == pytest.approx([80e-6])
     assert found.pop("collectives") == {"all_gather": {"calls": 1}, "reduce_scatter": {"calls": 2}}
     assert found == pytest.approx(
         {"kernels": 5, "busy_s": 165e-6, "communication_s": 105e-6, "exposed_s": 55e-6}
