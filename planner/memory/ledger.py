@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from planner.memory.adapters import trained_groups
@@ -149,7 +150,7 @@ def _saved_entries(
     )
     value = dict(zip(monomials, numels.tolist(), strict=True))
     for tensor in saved:
-        count = sum(_is_alive(kept, place) for kept in tensor.places)
+        count = _num_alive(tensor.places, place)
         if count > 0:
             one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
             sides = tensor.shape
@@ -166,7 +167,7 @@ def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_len
     value = dict(zip(monomials, numels, strict=True))
     parts: Parts = {}
     for tensor in saved:
-        count = sum(_is_alive(kept, Place("head")) for kept in tensor.places)
+        count = _num_alive(tensor.places, Place("head"))
         size_bytes = value[tensor.monomial] * (tensor.coefficient_bytes * count)
         component = _saved_component(tensor)
         parts[component] = parts.get(component, 0) + size_bytes
@@ -203,6 +204,11 @@ def _where(tensor: SavedTensor, num_layers: int) -> str:
     if section != "layer" or len(layers) == num_layers:
         return section
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layer_ranges(layers)}"
+
+
+@lru_cache(maxsize=4096)
+def _num_alive(kept: tuple[Place, ...], place: Place) -> int:
+    return sum(_is_alive(one, place) for one in kept)
 
 
 def _is_alive(kept: Place, place: Place) -> bool:

@@ -9,6 +9,7 @@ by "sum:ROWS:COLUMNS:BYTES", where ROWS and COLUMNS are products and BYTES is an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,14 @@ def is_partial_sums(name: str) -> bool:
 def partial_sums_value(name: str, sizes: Mapping[str, Any]) -> Any:
     """Evaluate a buffer by name: fp32 values, as an array over the shape of `sizes`."""
     _, rows, columns, element_bytes = name.split(":")
-    return partial_sums(_product(rows, sizes), _product(columns, sizes), int(element_bytes))
+    matrix = _product(rows, sizes), _product(columns, sizes)
+    is_one = all(isinstance(side, int | float) for side in matrix)
+    return (_one_of if is_one else partial_sums)(*matrix, int(element_bytes))
+
+
+@lru_cache(maxsize=4096)
+def _one_of(rows: float, columns: float, element_bytes: int) -> float:
+    return float(partial_sums(rows, columns, element_bytes))
 
 
 def _product(text: str, sizes: Mapping[str, Any]) -> Any:

@@ -67,6 +67,9 @@ class PeakmarkReplay(EngineBase):
         self._ranks = ranks
         layers = [("layer", index) for index in range(spec.num_layers)]
         self._groups = [("embedding", 0), *layers, ("head", 0)]
+        # What was gathered and may be whole, and the order in which it is freed.
+        self._gathered: set[tuple[str, int]] = set()
+        self._place_of = {g: place for place, g in enumerate((*self._groups[1:], self._groups[0]))}
         stepped = self._whole if self._stage == 0 else self._shard
         self._tensors = stepped_groups(spec, workload.optimizer, stepped, self._sizes.state)
         tied: list[tuple[str, int]] = [("embedding", 0)] if spec.tie_word_embeddings else []
@@ -108,6 +111,7 @@ class PeakmarkReplay(EngineBase):
             self._memory.give(("whole frozen", group))
 
     def _gather(self, *groups: tuple[str, int]) -> None:
+        self._gathered.update(groups)
         for group in groups:
             if self._frozen is not None and self._stage == 3:
                 size_bytes = self._frozen.of(*group) * self._ranks * self._compute
@@ -126,9 +130,9 @@ class PeakmarkReplay(EngineBase):
         self._memory.give(("whole", group))
 
     def _keep_only(self, *kept: tuple[str, int]) -> None:
-        *layers, head = self._groups[1:]
-        gone = [group for group in (*layers, head, ("embedding", 0)) if group not in kept]
+        gone = sorted(self._gathered.difference(kept), key=self._place_of.__getitem__)
         self._memory.give(*((name, group) for group in gone for name in _WHOLE))
+        self._gathered.intersection_update(kept)
 
     def before(self, section: str, layer: int) -> None:
         """Gather what the section uses and, ahead, what the next one does."""

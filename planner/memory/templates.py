@@ -306,6 +306,11 @@ def _latent_sizes(spec: ModelSpec) -> dict[str, float]:
     }
 
 
+@cache
+def _factors(monomial: str) -> tuple[str, ...]:
+    return tuple(filter(None, monomial.split("*")))
+
+
 def monomial_values(
     spec: ModelSpec,
     monomials: tuple[str, ...],
@@ -340,9 +345,9 @@ def monomial_values(
             rows.append(partial_sums_value(monomial, sizes) * one)
             continue
         value: Any = spec.share_of(monomial) if isinstance(spec, RankSpec) else 1.0
-        for name in filter(None, monomial.split("*")):
+        for name in _factors(monomial):
             value = value * sizes[name]
-        rows.append(value * one)
+        rows.append(value * one if one.shape else value)
     return np.array(rows, dtype=np.float64)
 
 
