@@ -47,6 +47,34 @@ logsumexp and delta (8 bytes for each of B Hq Sq, Sq rounded up to 128), which n
 repeat bit for bit; dQ is added up in no fixed order. The portable backward, which `auto` takes, repeats
 every bit, and it alone runs where torch is told to use deterministic algorithms.
 
+## Attention: what a query sees
+
+Masks are said by kind (`kernels/attention/masks.py`), never as a matrix. Query and key are aligned at
+their last tokens.
+
+| made by | a query sees |
+|---|---|
+| `FULL`, `CAUSAL` | all keys; those up to its own |
+| `window(left, right)` | `left` keys before its own and `right` after it; a model's window of W tokens is `window(W - 1)` |
+| `prefix(n, left, right)` | the first n keys and a window (causal if none is given: a prefix language model) |
+| `global_local(n, left)` | of the keys up to its own the first n and the last `left` |
+| `documents(ends, length)`, `packed(position_ids)`, `labelled(document_ids)` | keys of its own document, causal or in a window; tokens of no document see nothing |
+| `block_sparse(table, block, lengths)` | the keys of the blocks that a table marks for its block, causal if asked |
+
+Only tiles with a visible pair are visited, once, and only those with a hidden pair are masked (a block
+table is taken block by block). Documents hold 8 bytes per query and per key of a row, a block table 4
+bytes per block, two ways; other kinds hold nothing. Beside them: values of another head size than keys
+(up to 256), `softcap` c (c tanh(x / c) of each logit x), `sinks` (one more logit per head, of value 0),
+all with gradients. A query that sees nothing gives 0 and a logsumexp of -inf, or of the sink. NaN in
+tokens of no document does not leak; in a key that shares a tile with visible ones it does, as in plain
+attention, where 0 * NaN is NaN.
+
+transformers' models get these from `attn_implementation="peakmark_triton"`: causal and sliding-window
+layers, packed rows (`position_ids` or `cu_seq_lens_q`), softcap (Gemma 2), sinks (GPT-OSS), latent
+attention (DeepSeek). Padding, chunks and masks that a model composes itself are refused by name. Plans
+take it for sliding windows too; for Gemma 2, GPT-OSS, DeepSeek and packed rows no step with it has
+been traced, and they are refused.
+
 ## The other kernels
 
 | folder | computes | held beside inputs and results | peers |
