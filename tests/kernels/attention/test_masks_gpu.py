@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import masks
+from kernels.attention.dispatch import forced_backend
 from kernels.attention.triton import flash_attention
 
 pytestmark = [
@@ -20,6 +21,13 @@ BF16 = torch.bfloat16
 Check = Callable[..., None]
 Maker = Callable[..., Any]
 SEQS = [(512, 512), (1023, 1024), (300, 777), (777, 300), (1, 513)]
+
+
+@pytest.fixture(autouse=True)
+def portable_kernels() -> Iterator[None]:
+    """Run the portable kernels, whatever the GPU: those for Hopper have tests of their own."""
+    with forced_backend("triton"):
+        yield
 
 
 def draw(heads: tuple[int, int], seqs: tuple[int, int], sizes: tuple[int, int]) -> list[Tensor]:
