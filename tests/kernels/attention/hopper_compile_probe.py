@@ -61,6 +61,31 @@ def source_of(request: str) -> GluonASTSource:
     return GluonASTSource(forward_kernel, signature, constants, attributes)
 
 
+def inner_counts_follow_the_tile(ttgir: str) -> bool:
+    """Say whether each loop over key blocks takes its end from inside the loop over tiles.
+
+    Triton 3.6 has dropped a count that the outer loop carried, and walked the first tile's number of
+    blocks in every tile.
+    """
+    lines = ttgir.splitlines()
+    outer = indent = 0
+    inner = []
+    for number, line in enumerate(lines):
+        loop = re.search(r"scf\.for %\S+ = \S+ to (%\w+)", line)
+        if not loop:
+            continue
+        depth = len(line) - len(line.lstrip())
+        if indent and depth > indent:
+            name = re.escape(loop[1])
+            made_inside = any(
+                re.match(rf"\s*{name}(:\d+)? =", body) for body in lines[outer:number]
+            )
+            inner.append(made_inside or bool(re.search(rf"[(\s]{name} =", lines[outer])))
+        else:
+            outer, indent = number, depth
+    return bool(inner) and all(inner)
+
+
 def compile_one(request: str) -> dict[str, Any]:
     """Compile one request; return shared memory, spills, and the instructions that must be there."""
     target = GPUTarget("cuda", 90, 32)
@@ -79,6 +104,7 @@ def compile_one(request: str) -> dict[str, Any]:
         "spilled_bytes": int(spilled[1]) + int(spilled[2]),
         "wgmma": ptx.count("wgmma.mma_async"),
         "setmaxnreg": ptx.count("setmaxnreg"),
+        "follows_tile": inner_counts_follow_the_tile(compiled.asm["ttgir"]),
         # C7510 says that products are serialised: their registers are touched while they run.
         "serialised": "C7510" in log or "serializ" in log.lower(),
     }

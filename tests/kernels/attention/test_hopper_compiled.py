@@ -47,3 +47,5 @@ def test_no_form_spills_and_products_stay_asynchronous(head_dim: int) -> None:
         # Per group: 8 products of 16 keys, and D / 16 products of scores, in prologue and loop.
         assert report["wgmma"] >= 2 * (8 + head_dim // 16), report
         assert report["setmaxnreg"] > 0, report
+        # Without bounds every tile walks as many blocks.
+        assert report["follows_tile"] or ":0:0:" in report["request"], report
