@@ -89,6 +89,20 @@ def test_windows_match_float64(
     torch.testing.assert_close(lse.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_windows_of_many_tiles_equal_those_of_one_batch_alone(
+    head_dim: int, make_inputs: Make
+) -> None:
+    """Every program walks several tiles of different lengths; alone, no program walks two."""
+    q, k, v = (t.detach() for t in make_inputs(40, (4, 2), (1000, 1000), head_dim, BF16))
+    mask = masks.window(200, 0)
+    with torch.no_grad():
+        together = flash_attention(q, k, v, mask=mask)
+        for batch in (0, 17, 39):
+            alone = (tensor[batch : batch + 1] for tensor in (q, k, v))
+            assert torch.equal(flash_attention(*alone, mask=mask), together[batch : batch + 1])
+
+
 @pytest.mark.parametrize("seq", [4096, 4224])
 def test_long_sequences_match_float64(seq: int, make_inputs: Make) -> None:
     assert_forward(*make_inputs(1, (2, 1), (seq, seq), 128, BF16), causal=True)
