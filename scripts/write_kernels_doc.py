@@ -32,8 +32,8 @@ that the tests compare with in float64.
 
 | backend | written in | takes |
 |---|---|---|
-| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups, a persistent list of tiles | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, head size up to 128, full, causal and window masks, address and strides in multiples of 16 bytes |
-| `triton` | portable Triton | everything else: other GPUs, fp32, larger heads, prefixes, block tables, documents, softcap, sinks |
+| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups, a persistent list of tiles | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, head size up to 128, full and causal masks, address and strides in multiples of 16 bytes |
+| `triton` | portable Triton | everything else: other GPUs, fp32, larger heads, windows, prefixes, block tables, documents, softcap, sinks |
 
 `PEAKMARK_ATTENTION_BACKEND` (`auto`, `hopper`, `triton`) overrules the rule; forcing `hopper` on what
 it cannot do is an error that names the reason. Rows of the job `attention` hold which backend ran in
@@ -84,6 +84,7 @@ been traced, and they are refused.
 | `swiglu` | silu(gate) x up | nothing: silu(gate) is made again | torch's chain, the same compiled |
 | `rope` | rotary embedding of query and key | nothing | transformers' chain, the same compiled |
 | `adamw` | one step over a flat fp32 shard with a 16-bit copy | nothing: all in place | torch's fused AdamW and a copy |
+| `linear_attention` | **another function**: causal linear attention with f = elu + 1, not softmax attention | 4 bytes per row and head kept; 4 D (D + 1) bytes per chunk of 32 or 64 tokens and key-value head, twice in the backward | torch's softmax attention, by length |
 | `decode` | attention of a few new tokens against a contiguous or paged cache in bf16, fp16, fp8 or int8; no gradients | with n splits, 4 n (D + 1) bytes per query and head | torch's attention, the rate of a copy |
 
 All are custom operators with fake implementations, so `torch.compile` takes them whole; all but `adamw`

@@ -187,11 +187,11 @@ def sweep(report: Report, case: Case) -> None:
     q, k, v, _ = (tensor.detach() for tensor in make_inputs(case))
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], device=q.device)
-    scale, right = case.head_dim**-0.5, 0 if case.causal else None
+    scale = case.head_dim**-0.5
 
     def form_of(tile: ForwardTile, section_bytes: int) -> Call:
         form = {"tile": tile, "section_bytes": section_bytes}
-        return lambda: hopper.forward(q, k, v, out, lse, scale, right=right, **form)
+        return lambda: hopper.forward(q, k, v, out, lse, case.causal, scale, **form)
 
     calls: dict[str, Call] = {"torch": lambda: torch_attention(q, k, v, causal=case.causal)}
     calls |= {name: form_of(*form) for name, form in candidates(case.head_dim).items()}

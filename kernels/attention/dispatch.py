@@ -34,7 +34,7 @@ TMA_BYTES = 16
 MAX_STRIDE_BYTES = 2**40
 MAX_TILES = 2**31
 MAX_HEAD_DIM = 128
-HOPPER_MASKS = ("full", "causal", "window")
+HOPPER_MASKS = ("full", "causal")
 HOPPER_BACKWARD_MASKS = ("full", "causal")
 ON_REQUEST = "the fp32 accumulator of its dQ is in no prediction yet: it must be asked for by name"
 
@@ -93,8 +93,7 @@ def obstacle(problem: Problem) -> str | None:
         f"its head size {problem.head_dim} is over {MAX_HEAD_DIM}": problem.head_dim > MAX_HEAD_DIM,
         "its values have another head size than its keys": problem.value_head_dim
         != problem.head_dim,
-        f"its mask is of kind {problem.mask}, not full, causal or window": problem.mask
-        not in HOPPER_MASKS,
+        f"its mask is of kind {problem.mask}, not full or causal": problem.mask not in HOPPER_MASKS,
         "its logits are changed by a softcap or sinks": not problem.plain,
         "it has no element": problem.empty,
         f"it has {problem.tiles} tiles, over {MAX_TILES - 1}": problem.tiles >= MAX_TILES,

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.attention.hopper_common import tile_descriptor
 from kernels.attention.hopper_forward import forward_kernel
 from kernels.attention.schedule import (
+    BLOCK_KEYS,
     GROUP_ROWS,
     SECTION_BYTES,
     ForwardTile,
@@ -45,18 +46,16 @@ def forward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    causal: bool,
     scale: float,
     *,
-    left: int | None = None,
-    right: int | None = None,
     tile: ForwardTile | None = None,
     section_bytes: int = SECTION_BYTES,
 ) -> None:
     """Fill out (B, Hq, Sq, D) and lse (B, Hq, Sq, fp32, contiguous) for `attention_forward`.
 
     q is (B, Hq, Sq, D), k and v (B, Hkv, Sk, D), bf16 or fp16, D at most 128, no dimension empty,
-    strides as `tile_descriptor` wants them. A query sees `left` keys before its own and `right`
-    after it, None for all: causal is right=0. `tile` and `section_bytes` are for trying out forms.
+    strides as `tile_descriptor` wants them. `tile` and `section_bytes` are for trying out forms.
     """
     batch, heads, seq_q, head_dim = q.shape
     tile = tile or forward_tile(head_dim)
@@ -67,29 +66,24 @@ def forward(
         heads=batch * heads,
         group=heads // kv_heads,
         tile=tile,
-        left=left,
-        right=right,
         section_bytes=section_bytes,
-    ).bounded()
+        # One query that is aligned to the last key sees every key.
+        causal=causal and seq_q > 1,
+    )
     q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
-    k_d, v_d = (tile_descriptor(tensor, tile.keys, tile.columns) for tensor in (k, v))
-    lists = tile_list(work.dealt(), q.device)
-    # It may have been made on another stream; memory of a list that is dropped waits for this one.
-    lists.record_stream(torch.cuda.current_stream(q.device))
+    k_d, v_d = (tile_descriptor(tensor, BLOCK_KEYS, tile.columns) for tensor in (k, v))
+    lists = tile_list(work, q.device)
     workers = min(_workers(q.device), work.heads * work.row_tiles)
-    sizes = (seq_q, seq_k, heads, work.group, work.row_tiles, work.upper, work.lower)
+    sizes = (seq_q, seq_k, heads, work.group, work.row_tiles)
     with torch.cuda.device(q.device):
         forward_kernel[(workers,)](
             *(q_d, k_d, v_d, out_d, lse, lists, scale * math.log2(math.e), *sizes),
-            *(out, *out.stride()[:3], head_dim),
             NC=tile.groups,
             BM=GROUP_ROWS,
-            BN=tile.keys,
+            BN=BLOCK_KEYS,
             D=tile.columns,
             STAGES=tile.stages,
-            QS=tile.query_slots,
-            RIGHT=work.right is not None,
-            LEFT=work.left is not None,
+            CAUSAL=work.causal,
             MASK=forward_masking(work),
             REGISTERS=tile.registers,
             num_warps=4,

@@ -4,10 +4,8 @@ One program runs per multiprocessor and walks its column of a tile list made on 
 (`kernels.attention.schedule`). In it one warp loads tiles by TMA; two (head size up to 128) or three
 (up to 64) warp groups of 64 query rows each keep their weights P in registers and compute the softmax
 of one key block while the tensor cores multiply the next. Key blocks run from the last visible one
-down, so that without a window only the first block is masked in all but the odd alignments. The first
-product of the next tile is under way while a tile's output is scaled and stored.
-
-Row i sees the keys from i + lower (LEFT) to i + upper (RIGHT), as far as those bounds are there.
+down, so that in all but the odd alignments only the first block is masked. The first product of the
+next tile is under way while a tile's output is scaled and stored.
 
 Barriers: K and V have separate full (one arrival and bytes) and free (one arrival per group) rings.
 The producer starts with phase 1, which a fresh barrier passes, the consumers with 0; index and phase
@@ -38,19 +36,12 @@ MASK_EVERY = gl.constexpr(2)
 
 
 @gluon.jit
-def _visible_blocks(
-    first_row, end_row, sizes, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr
-):
-    """Return the first key block that rows see and the end of them: at least one, maybe unseen."""
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
+def _visible_blocks(end_row, seq_q, seq_k, BN: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return the key blocks that rows before `end_row` see, at least one (masked if they see none)."""
     end = seq_k
-    if RIGHT:
-        end = gl.minimum(seq_k, end_row + upper)
-    end_block = gl.maximum(gl.cdiv(end, BN), 1)
-    first_block = 0
-    if LEFT:
-        first_block = gl.minimum(gl.maximum(first_row + lower, 0) // BN, end_block - 1)
-    return first_block, end_block
+    if CAUSAL:
+        end = gl.minimum(seq_k, end_row + seq_k - seq_q)
+    return gl.maximum(gl.cdiv(end, BN), 1)
 
 
 @gluon.jit
@@ -64,7 +55,7 @@ def _own_list(lists):
 @gluon.jit
 def _locate(order, i, sizes):
     """Return the head, counted over the whole batch, and the row tile of this program's tile i."""
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
+    seq_q, seq_k, heads, group, num_row_tiles = sizes
     tile = gl.load(order + i)
     return tile // num_row_tiles, tile % num_row_tiles
 
@@ -72,10 +63,10 @@ def _locate(order, i, sizes):
 @gluon.jit
 def _produce(
     q_d, k_d, v_d, lists, sizes, tiles, bars,
-    NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Load Q once and K, V block by block for each tile of this program."""
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
+    seq_q, seq_k, heads, group, num_row_tiles = sizes
     q_s, k_s, v_s, o_s = tiles
     q_full, q_free, k_full, k_free, v_full, v_free = bars
     idx = 0
@@ -85,10 +76,10 @@ def _produce(
         batch_head, m = _locate(order, i, sizes)
         batch = batch_head // heads
         head = batch_head % heads
-        first, end = _visible_blocks(m * NC * BM, (m + 1) * NC * BM, sizes, BN, RIGHT, LEFT)
+        blocks = _visible_blocks((m + 1) * NC * BM, seq_q, seq_k, BN, CAUSAL)
         kv_head = head // group
-        key = end * BN
-        for j in range(end - first):
+        key = blocks * BN
+        for j in range(blocks):
             key -= BN
             mbarrier.wait(k_free.index(idx), phase)
             mbarrier.expect(k_full.index(idx), k_d.block_type.nbytes)
@@ -97,8 +88,8 @@ def _produce(
             )
             if j == 0:
                 for c in gl.static_range(NC):
-                    slot = QS * c + i % QS
-                    mbarrier.wait(q_free.index(slot), (i // QS & 1) ^ 1)
+                    slot = 2 * c + (i & 1)
+                    mbarrier.wait(q_free.index(slot), (i >> 1 & 1) ^ 1)
                     mbarrier.expect(q_full.index(slot), q_d.block_type.nbytes)
                     row = (m * NC + c) * BM
                     tma.async_copy_global_to_shared(
@@ -113,63 +104,42 @@ def _produce(
 
 
 @gluon.jit
-def _pass_block(bars, idx, phase, v_idx, v_phase, STAGES: gl.constexpr):
-    """Wait for a block that this group does not need, and free it."""
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
-    mbarrier.wait(k_full.index(idx), phase)
-    mbarrier.arrive(k_free.index(idx))
-    idx, phase = advance(idx, phase, STAGES)
-    mbarrier.wait(v_full.index(v_idx), v_phase)
-    mbarrier.arrive(v_free.index(v_idx))
-    v_idx, v_phase = advance(v_idx, v_phase, STAGES)
-    return idx, phase, v_idx, v_phase
-
-
-@gluon.jit
 def _open_tile(
     order, i, sizes, bars, idx, phase, v_idx, v_phase,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, QS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Wait for the Q and the first K of group C in tile i.
-
-    Returns its head and first row, its first key block and the end of them, and how many more of
-    the tile's blocks lie below. (Triton 3.6 loses a number of blocks that is carried beside the last
-    one through a loop: both are worked out where they are used.)
-    """
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
+    """Wait for the Q and the first K of group C in tile i."""
+    seq_q, seq_k, heads, group, num_row_tiles = sizes
     q_full, q_free, k_full, k_free, v_full, v_free = bars
     batch_head, m = _locate(order, i, sizes)
     row = (m * NC + C) * BM
-    first, end = _visible_blocks(m * NC * BM, (m + 1) * NC * BM, sizes, BN, RIGHT, LEFT)
-    below = 0
-    if RIGHT or LEFT:
-        own_first, own_end = _visible_blocks(row, row + BM, sizes, BN, RIGHT, LEFT)
-        # A block that only later groups see, or only earlier ones: at most one of each, since
-        # NC * BM <= BN + BM.
-        if end > own_end:
-            idx, phase, v_idx, v_phase = _pass_block(bars, idx, phase, v_idx, v_phase, STAGES)
-        below = own_first - first
-        first, end = own_first, own_end
-    mbarrier.wait(q_full.index(QS * C + i % QS), i // QS & 1)
+    blocks = _visible_blocks((m + 1) * NC * BM, seq_q, seq_k, BN, CAUSAL)
+    if CAUSAL:
+        own = _visible_blocks(row + BM, seq_q, seq_k, BN, CAUSAL)
+        # A block that only later groups see: at most one, since NC * BM <= BN + BM.
+        if blocks > own:
+            mbarrier.wait(k_full.index(idx), phase)
+            mbarrier.arrive(k_free.index(idx))
+            idx, phase = advance(idx, phase, STAGES)
+            mbarrier.wait(v_full.index(v_idx), v_phase)
+            mbarrier.arrive(v_free.index(v_idx))
+            v_idx, v_phase = advance(v_idx, v_phase, STAGES)
+            blocks -= 1
+    mbarrier.wait(q_full.index(2 * C + (i & 1)), i >> 1 & 1)
     mbarrier.wait(k_full.index(idx), phase)
-    return batch_head, row, first, end, below, idx, phase, v_idx, v_phase
+    return batch_head, row, blocks, idx, phase, v_idx, v_phase
 
 
 @gluon.jit
 def _mask(
-    s, row, first_key, sizes,
-    BM: gl.constexpr, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
-    MASK: gl.constexpr, s_l: gl.constexpr,
+    s, row, first_key, seq_q, seq_k,
+    BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, s_l: gl.constexpr,
 ):  # fmt: skip
     """Set the scores of invisible keys to -inf."""
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
-    rows = row + gl.arange(0, BM, gl.SliceLayout(1, s_l))
-    if RIGHT:
-        last_key = rows + upper
-        if MASK == MASK_EVERY:
-            last_key = gl.minimum(last_key, seq_k - 1)
-        # Else no row before seq_q sees past the last key, and later rows are not stored.
+    if CAUSAL:
+        # No row before seq_q sees past the last key; later rows are not stored.
+        last_key = row + seq_k - seq_q + gl.arange(0, BM, gl.SliceLayout(1, s_l))
     else:
         last_key = gl.full([BM], 0, gl.int32, gl.SliceLayout(1, s_l)) + (seq_k - 1)
         # A zero that the compiler cannot see through: were the mask known to be the same in every
@@ -178,25 +148,7 @@ def _mask(
             "mov.b32 $0, $1;", "=r,r", [first_key], dtype=gl.int32, is_pure=False, pack=1
         )
     keys = first_key + gl.arange(0, BN, gl.SliceLayout(0, s_l))
-    visible = last_key[:, None] >= keys[None, :]
-    if LEFT:
-        visible = visible & (keys[None, :] >= (rows + lower)[:, None])
-    return gl.where(visible, s, float("-inf"))
-
-
-@gluon.jit
-def _is_partial(
-    row, first_key, sizes,
-    BM: gl.constexpr, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
-):  # fmt: skip
-    """Say whether some row of a group does not see some key of a block."""
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
-    partial = first_key + BN > seq_k
-    if RIGHT:
-        partial = partial | (first_key + BN - 1 > row + upper)
-    if LEFT:
-        partial = partial | (first_key < row + BM - 1 + lower)
-    return partial
+    return gl.where(last_key[:, None] >= keys[None, :], s, float("-inf"))
 
 
 @gluon.jit
@@ -215,39 +167,28 @@ def _lane_sum(p, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _store_out(
-    out, acc, sums, batch_head, row, sizes, o_s,
-    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, QS: gl.constexpr, MASK: gl.constexpr,
+    o_d, acc, sums, batch_head, row, sizes, o_s,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
     r_l: gl.constexpr, ro_l: gl.constexpr,
 ):  # fmt: skip
     """Divide a tile's output by its row sums and store it."""
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
-    o_d, o_ptr, o_batch, o_head, o_row, head_dim = out
+    seq_q, seq_k, heads, group, num_row_tiles = sizes
     total = gl.convert_layout(gl.sum(sums, 1), r_l)
     inverse = 1 / total
     if MASK == MASK_EVERY:
         inverse = gl.where(total > 0, inverse, 0.0)
     acc = acc * gl.convert_layout(inverse, ro_l)[:, None]
-    batch = batch_head // heads
-    head = batch_head % heads
-    if QS == 1:
-        # No shared memory is left for the output: it goes straight from registers.
-        rows = row + gl.arange(0, BM, ro_l)
-        columns = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))
-        base = o_ptr + batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head
-        pointers = base + rows.to(gl.int64)[:, None] * o_row + columns[None, :]
-        inside = (rows < seq_q)[:, None] & (columns < head_dim)[None, :]
-        gl.store(pointers, acc.to(o_d.dtype), mask=inside)
-    else:
-        tma.store_wait(0)
-        o_s.index(C).reshape([BM, D]).store(acc.to(o_d.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_d, [batch, head, row, 0], o_s.index(C))
+    tma.store_wait(0)
+    o_s.index(C).reshape([BM, D]).store(acc.to(o_d.dtype))
+    fence_async_shared()
+    coordinates = [batch_head // heads, batch_head % heads, row, 0]
+    tma.async_copy_shared_to_global(o_d, coordinates, o_s.index(C))
 
 
 @gluon.jit
 def _store_lse(lse_ptr, m, sums, batch_head, row, sizes, BM: gl.constexpr, r_l: gl.constexpr):
     """Store the natural logarithm of the row sums; -inf for a row that saw no key."""
-    seq_q, seq_k, heads, group, num_row_tiles, upper, lower = sizes
+    seq_q, seq_k, heads, group, num_row_tiles = sizes
     total = gl.convert_layout(gl.sum(sums, 1), r_l)
     rows = row + gl.arange(0, BM, r_l)
     first = batch_head.to(gl.int64) * seq_q
@@ -256,40 +197,43 @@ def _store_lse(lse_ptr, m, sums, batch_head, row, sizes, BM: gl.constexpr, r_l: 
 
 @gluon.jit
 def _consume(
-    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, QS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, MASK: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Attend the BM query rows of group C in each tile of this program."""
-    # Accumulators of WGMMA (version 3.0) over four warps, 16 rows each.
-    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    o_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
     r_l: gl.constexpr = gl.SliceLayout(1, s_l)
     ro_l: gl.constexpr = gl.SliceLayout(1, o_l)
+    seq_q, seq_k, heads, group, num_row_tiles = sizes
     q_s, k_s, v_s, o_s = tiles
     q_full, q_free, k_full, k_free, v_full, v_free = bars
-    dtype: gl.constexpr = out[0].dtype
     zero = gl.zeros([BM, BN], gl.float32, s_l)
     order, count = _own_list(lists)
     idx = 0
     phase = 0
-    batch_head, row, first, end, below, idx, phase, v_idx, v_phase = _open_tile(
-        order, 0, sizes, bars, idx, phase, idx, phase, C, NC, BM, BN, STAGES, QS, RIGHT, LEFT
+    batch_head, row, blocks, idx, phase, v_idx, v_phase = _open_tile(
+        order, 0, sizes, bars, idx, phase, idx, phase, C, NC, BM, BN, STAGES, CAUSAL
     )
-    s_t = _scores(q_s.index(QS * C), k_s.index(idx), zero, BM, BN, D)
+    s_t = _scores(q_s.index(2 * C), k_s.index(idx), zero, BM, BN, D)
     for i in range(count):
-        q = q_s.index(QS * C + i % QS)
+        q = q_s.index(2 * C + (i & 1))
         s = warpgroup_mma_wait(0, deps=(s_t,))
         mbarrier.arrive(k_free.index(idx))
         if MASK != MASK_NONE:
-            s = _mask(s, row, (end - 1) * BN, sizes, BM, BN, RIGHT, LEFT, MASK, s_l)
+            s = _mask(s, row, (blocks - 1) * BN, seq_q, seq_k, BM, BN, CAUSAL, s_l)
         m = gl.max(s, 1) * scale_log2
         p = gl.exp2(s * scale_log2 - _anchor(m, MASK)[:, None])
         sums = _lane_sum(p, BM, BN)
-        pb = gl.convert_layout(p.to(dtype), p_l)
+        pb = gl.convert_layout(p.to(o_d.dtype), p_l)
         acc = gl.zeros([BM, D], gl.float32, o_l)
-        for j in range(1, end - first):
+        for j in range(1, blocks):
             idx, phase = advance(idx, phase, STAGES)
             mbarrier.wait(k_full.index(idx), phase)
             s_t = _scores(q, k_s.index(idx), zero, BM, BN, D)
@@ -298,10 +242,7 @@ def _consume(
             s = warpgroup_mma_wait(1, deps=(s_t,))
             mbarrier.arrive(k_free.index(idx))
             if MASK == MASK_EVERY:
-                key = (end - 1 - j) * BN
-                # With three groups a branch here would cost registers that are not there.
-                if NC == 3 or _is_partial(row, key, sizes, BM, BN, RIGHT, LEFT):
-                    s = _mask(s, row, key, sizes, BM, BN, RIGHT, LEFT, MASK, s_l)
+                s = _mask(s, row, (blocks - 1 - j) * BN, seq_q, seq_k, BM, BN, CAUSAL, s_l)
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             alpha = gl.exp2(m - _anchor(m_new, MASK))
             p = gl.exp2(s * scale_log2 - _anchor(m_new, MASK)[:, None])
@@ -311,28 +252,25 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=(acc_t,))
             mbarrier.arrive(v_free.index(v_idx))
             acc = acc * gl.convert_layout(alpha, ro_l)[:, None]
-            pb = gl.convert_layout(p.to(dtype), p_l)
+            pb = gl.convert_layout(p.to(o_d.dtype), p_l)
             v_idx, v_phase = advance(v_idx, v_phase, STAGES)
-        mbarrier.arrive(q_free.index(QS * C + i % QS))
+        mbarrier.arrive(q_free.index(2 * C + (i & 1)))
         mbarrier.wait(v_full.index(v_idx), v_phase)
         acc_t = warpgroup_mma(pb, v_s.index(v_idx).reshape([BN, D]), acc, is_async=True)
         v_last = v_idx
         out_head, out_row = batch_head, row
         idx, phase = advance(idx, phase, STAGES)
         v_idx, v_phase = advance(v_idx, v_phase, STAGES)
-        if LEFT and below > 0:
-            idx, phase, v_idx, v_phase = _pass_block(bars, idx, phase, v_idx, v_phase, STAGES)
         if i + 1 < count:
-            batch_head, row, first, end, below, idx, phase, v_idx, v_phase = _open_tile(
-                order, i + 1, sizes, bars, idx, phase, v_idx, v_phase,
-                C, NC, BM, BN, STAGES, QS, RIGHT, LEFT,
-            )  # fmt: skip
+            batch_head, row, blocks, idx, phase, v_idx, v_phase = _open_tile(
+                order, i + 1, sizes, bars, idx, phase, v_idx, v_phase, C, NC, BM, BN, STAGES, CAUSAL
+            )
         # After the last tile this is a product of stale data that nobody reads.
-        s_t = _scores(q_s.index(QS * C + (i + 1) % QS), k_s.index(idx), zero, BM, BN, D)
+        s_t = _scores(q_s.index(2 * C + (i & 1 ^ 1)), k_s.index(idx), zero, BM, BN, D)
         _store_lse(lse_ptr, m, sums, out_head, out_row, sizes, BM, r_l)
         acc = warpgroup_mma_wait(1, deps=(acc_t,))
         mbarrier.arrive(v_free.index(v_last))
-        _store_out(out, acc, sums, out_head, out_row, sizes, o_s, C, BM, D, QS, MASK, r_l, ro_l)
+        _store_out(o_d, acc, sums, out_head, out_row, sizes, o_s, C, BM, D, MASK, r_l, ro_l)
     warpgroup_mma_wait(0, deps=(s_t,))
     tma.store_wait(0)
 
@@ -344,41 +282,24 @@ def _scores(q, k, zero, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr):
     return warpgroup_mma(q.reshape([BM, D]), keys, zero, use_acc=False, is_async=True)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "seq_q",
-        "seq_k",
-        "heads",
-        "group",
-        "num_row_tiles",
-        "upper",
-        "lower",
-        "o_batch",
-        "o_head",
-        "o_row",
-        "head_dim",
-    ]
-)
+@gluon.jit(do_not_specialize=["seq_q", "seq_k", "heads", "group", "num_row_tiles"])
 def forward_kernel(
     q_d, k_d, v_d, o_d, lse_ptr, lists, scale_log2, seq_q, seq_k, heads, group, num_row_tiles,
-    upper, lower, o_ptr, o_batch, o_head, o_row, head_dim, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr, MASK: gl.constexpr, REGISTERS: gl.constexpr,
+    NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse: NC groups of BM query rows, BN keys per block, D columns."""
-    # Where queries have a single slot, shared memory has no room for the output (`_store_out`).
-    out_rows: gl.constexpr = BM if QS == 2 else 8
-    sizes = (seq_q, seq_k, heads, group, num_row_tiles, upper, lower)
-    out = (o_d, o_ptr, o_batch, o_head, o_row, head_dim)
+    sizes = (seq_q, seq_k, heads, group, num_row_tiles)
     dtype: gl.constexpr = q_d.dtype
     tiles = (
-        gl.allocate_shared_memory(dtype, [QS * NC, 1, 1, BM, D], q_d.layout),
+        gl.allocate_shared_memory(dtype, [2 * NC, 1, 1, BM, D], q_d.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_d.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_d.layout),
-        gl.allocate_shared_memory(dtype, [NC, 1, 1, out_rows, D], o_d.layout),
+        gl.allocate_shared_memory(dtype, [NC, 1, 1, BM, D], o_d.layout),
     )
     bars = (
-        barriers(QS * NC, 1),
-        barriers(QS * NC, 1),
+        barriers(2 * NC, 1),
+        barriers(2 * NC, 1),
         barriers(STAGES, 1),
         barriers(STAGES, NC),
         barriers(STAGES, 1),
@@ -390,14 +311,14 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    0, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    0, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
                 (_consume, (
-                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    1, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    1, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
-                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, QS, RIGHT, LEFT)),
+                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, CAUSAL)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -406,18 +327,18 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    0, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    0, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
                 (_consume, (
-                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    1, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    1, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
                 (_consume, (
-                    out, lse_ptr, scale_log2, lists, sizes, tiles, bars,
-                    2, NC, BM, BN, D, STAGES, QS, RIGHT, LEFT, MASK,
+                    o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
+                    2, NC, BM, BN, D, STAGES, CAUSAL, MASK,
                 )),
-                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, QS, RIGHT, LEFT)),
+                (_produce, (q_d, k_d, v_d, lists, sizes, tiles, bars, NC, BM, BN, STAGES, CAUSAL)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],

@@ -302,7 +302,7 @@ def attention_forward(
         # Only here: Gluon has no interpreter, and needs Triton 3.6.
         from kernels.attention import hopper
 
-        hopper.forward(q, k, v, out, lse, scale, left=mask.left, right=mask.right)
+        hopper.forward(q, k, v, out, lse, causal, scale)
         return out, lse
     options = _options(q, v, Pass.FORWARD, mask) | {"CAPPED": softcap > 0}
     programs = triton.cdiv(seq_q, options["BLOCK_M"]) * batch * heads

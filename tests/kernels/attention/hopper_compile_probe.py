@@ -1,7 +1,7 @@
 """Compile the Hopper attention forward without a GPU and print what ptxas says, as JSON lines.
 
 Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
-head_dim:dtype:right:left:masking (bounds 0 or 1).
+head_dim:dtype:causal:masking.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kernels.attention.hopper_common import tile_layout
 from kernels.attention.hopper_forward import forward_kernel
-from kernels.attention.schedule import GROUP_ROWS, forward_tile
+from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, forward_tile
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def source_of(request: str) -> GluonASTSource:
     """Return the kernel with the types and divisibility that a launch gives it."""
-    head_dim, dtype, right, left, masking = request.split(":")
+    head_dim, dtype, causal, masking = request.split(":")
     tile = forward_tile(int(head_dim))
 
     def descriptor(rows: int) -> str:
@@ -41,22 +41,19 @@ def source_of(request: str) -> GluonASTSource:
     constants: dict[str, Any] = {
         "NC": tile.groups,
         "BM": GROUP_ROWS,
-        "BN": tile.keys,
+        "BN": BLOCK_KEYS,
         "D": tile.columns,
         "STAGES": tile.stages,
-        "QS": tile.query_slots,
-        "RIGHT": right == "1",
-        "LEFT": left == "1",
+        "CAUSAL": causal == "1",
         "MASK": int(masking),
         "REGISTERS": tile.registers,
     }
     signature = dict.fromkeys(forward_kernel.arg_names, "i32")
     signature |= {"q_d": descriptor(GROUP_ROWS), "o_d": descriptor(GROUP_ROWS)}
-    signature |= {"k_d": descriptor(tile.keys), "v_d": descriptor(tile.keys)}
+    signature |= {"k_d": descriptor(BLOCK_KEYS), "v_d": descriptor(BLOCK_KEYS)}
     signature |= {"lse_ptr": "*fp32", "lists": "*i32", "scale_log2": "fp32"}
-    signature |= {"o_ptr": f"*{dtype}"}
     signature |= dict.fromkeys(constants, "constexpr")
-    positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "lists", "o_ptr")]
+    positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "lists")]
     attributes = {(position,): [["tt.divisibility", 16]] for position in positions}
     return GluonASTSource(forward_kernel, signature, constants, attributes)
 
