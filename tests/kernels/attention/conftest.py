@@ -127,7 +127,9 @@ def assert_masked_accurate() -> Callable[..., None]:
 
         def run(attention: Any, to: torch.dtype, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
             leaves = tuple(t.detach().to(to).requires_grad_() for t in (q, k, v))
-            own = None if sinks is None else sinks.detach().to(q.dtype).to(to).requires_grad_()
+            # Sinks stay in fp32 or more: rounding their few gradients would be all that is seen.
+            wide = torch.promote_types(to, torch.float32)
+            own = None if sinks is None else sinks.detach().to(wide).requires_grad_()
             return results_and_gradients(attention, leaves, dout, sinks=own, **options, **more)
 
         lse, ours = run(flash_attention_with_lse, q.dtype, mask=case.mask)

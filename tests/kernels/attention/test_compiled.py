@@ -1,7 +1,7 @@
 """Compile the chosen tiles for real GPUs, without one: registers, spills, shared memory.
 
-The spilled bytes allowed are what Triton 3.6 and 3.7 give today. Those of the causal dK/dV kernel
-at head size 128 lie outside its inner loops, where the two sweeps over the queries meet.
+The spilled bytes allowed are what Triton 3.6 and 3.7 give today, most of them in the dK/dV kernel,
+where its two sweeps over the queries meet; at head size 64 its tile is faster than any that was timed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ ROOT = Path(__file__).parents[3]
 CONSUMER_BYTES = 99 * 1024
 HOPPER, AMPERE = 90, 80
 SPILLED_BYTES = {
-    (HOPPER, Pass.FORWARD, "causal", 128): 112,
+    (HOPPER, Pass.KEY_GRADIENT, "causal", 64): 160,
     (HOPPER, Pass.KEY_GRADIENT, "causal", 128): 96,
     (HOPPER, Pass.KEY_GRADIENT, "documents", 128): 96,
+    (AMPERE, Pass.KEY_GRADIENT, "causal", 128): 12,
 }
 
 
