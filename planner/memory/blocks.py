@@ -191,6 +191,7 @@ def best(heap: Heap, pool: int, size: int) -> int:
 
 
 def new_block(heap: Heap, address: int, size: int, pool: int, state: int) -> int:
+    """A block that is not free, in a spare row or a new one."""
     blocks, counts = heap.blocks, heap.counts
     block = counts[SPARE]
     if block >= 0:
@@ -238,10 +239,12 @@ def join(heap: Heap, block: int, after: int) -> None:
 
 
 def is_free(heap: Heap, block: int) -> bool:
+    """Whether a block is there and free."""
     return bool(block >= 0 and heap.blocks[block * BLOCK_WIDTH + BELOW] >= NOTHING)
 
 
 def is_hole(heap: Heap, block: int) -> bool:
+    """Whether a block is there and has addresses without memory."""
     return bool(block >= 0 and heap.blocks[block * BLOCK_WIDTH + BELOW] == HOLE)
 
 
@@ -261,11 +264,13 @@ def release(heap: Heap, block: int) -> None:
 
 
 def has_room(heap: Heap, size: int) -> bool:
+    """Whether so many bytes more can be reserved."""
     capacity = heap.counts[CAPACITY]
     return bool(capacity < 0 or heap.counts[RESERVED] + size <= capacity)
 
 
 def reserve(heap: Heap, size: int) -> None:
+    """Count so many bytes more as reserved."""
     counts = heap.counts
     counts[RESERVED] += size
     counts[PEAK_RESERVED] = max(counts[PEAK_RESERVED], counts[RESERVED])
