@@ -50,9 +50,9 @@ class Blocks:
         }
 
 
-# Timed on an H200 (causal, S = 8,192) against tiles of half and twice the size, of 4 and 8 warps, of
-# 2 and 3 stages. Hopper tiles stay at 64 or more on every side: 32-wide ones have read outside shared memory there
-# (triton issues 10573 and 11366).
+# Timed on an H200 (causal, S = 8,192) against tiles of half and twice the size, 4 and 8 warps, 2 and
+# 3 stages. Hopper tiles stay at 64 or more on every side: 32-wide ones have read outside shared
+# memory there (triton issues 10573 and 11366).
 LARGE = {
     Pass.FORWARD: {
         64: Blocks(128, 64, 4, 3),
