@@ -20,7 +20,14 @@ import triton
 from torch import Tensor
 
 from kernels.decode import device as kernels
-from kernels.decode.splits import MAX_ROWS, Tile, choose_splits, choose_tile, packed_rows
+from kernels.decode.splits import (
+    MAX_ROWS,
+    MAX_SPLITS,
+    Tile,
+    choose_splits,
+    choose_tile,
+    packed_rows,
+)
 from kernels.launch import (
     INTERPRETED,
     check_dtype,
@@ -67,8 +74,8 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be a positive finite number")
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits is {num_splits}; it must be at least 1")
+    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits is {num_splits}; allowed are 1 to {MAX_SPLITS}")
     q = q if q.stride(-1) == 1 else q.contiguous()
     return decode(q, k, v, lengths, scale, block_table, k_scale, v_scale, num_splits or 0)
 

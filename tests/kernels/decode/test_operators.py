@@ -65,7 +65,7 @@ def test_splits_allocate_their_parts_and_one_split_nothing() -> None:
             "q has dtype torch.float32; al",
         ),
         (change(scale=-1.0), "scale is -1.0; it must be a positive finite number"),
-        (change(num_splits=0), "num_splits is 0; it must be at least 1"),
+        (change(num_splits=0), "num_splits is 0; allowed are 1 to 128"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
