@@ -9,6 +9,7 @@ import numpy as np
 
 from planner.hardware import Gpu
 from planner.memory.replay import Replayed
+from planner.model import ModelSpec
 from planner.units import KIB_BYTES, MIB_BYTES
 from planner.workload import Attention, Engine, Precision, TrainingWorkload
 
@@ -48,6 +49,22 @@ def workspace_bytes(hardware: Gpu | None) -> int:
     capability = (hardware and hardware.compute_capability) or "9.0"
     is_older = int(capability.split(".")[0]) < 9 if capability[0].isdigit() else False
     return _WORKSPACES * (_OLDER_WORKSPACE_BYTES if is_older else _HOPPER_WORKSPACE_BYTES)
+
+
+def attention_workspace_bytes(
+    spec: ModelSpec, workload: TrainingWorkload, hardware: Gpu | None
+) -> int:
+    """Bytes that cuDNN's attention takes while its backward runs, on Hopper and newer; else 0.
+
+    Gradients of queries in fp32; where heads share keys and values, those of each head's own; the
+    rows' sums in fp32, and 256 (allocator snapshots of five plans on an H200, torch 2.11, cuDNN 9).
+    """
+    is_fused = workload.attention is Attention.SDPA and workload.precision is not Precision.FP32
+    if not is_fused or workload.packed or workspace_bytes(hardware) != 2 * _HOPPER_WORKSPACE_BYTES:
+        return 0
+    rows = workload.micro_batch * workload.sequence_length * spec.num_heads
+    shared = spec.num_heads != spec.num_kv_heads
+    return rows * spec.head_dim * (4 + 2 * 2 * shared) + 4 * rows + 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 from planner.memory.execution import BEGIN_STEP, FORGET, MOVE, SERVE, TAKE_LIKE
 from planner.memory.recorder import Block, Recorder
 from planner.memory.requests import (
+    ATTENTION_GRADIENTS,
     EMBEDDING_GRADIENT,
     FIRST_PRODUCT,
     GRADIENT,
@@ -159,9 +160,11 @@ class ModelReplay:
         sums_in_place: bool,
         later_steps: StepSequence | None = None,
         lora_rank: int = 0,
+        attention_workspace_bytes: int = 0,
     ) -> None:
         """`later_steps`: of micro-batches that find gradients where the first found none."""
         self._engine, self._allocator = engine, memory.allocator
+        self._attention_workspace_bytes = attention_workspace_bytes
         self._sums_in_place = sums_in_place
         self._sizes = micro_batch, sequence_length, lora_rank
         # Autograd holds the head's share of a tied weight until the embedding's has been added.
@@ -191,7 +194,8 @@ class ModelReplay:
 
     def _requests_of(self, spec: ModelSpec, sequence: StepSequence) -> Requests:
         values = monomial_values(spec, sequence.steps.monomials, *self._sizes)
-        layout = lay_out(sequence, self._engine.follows_gradients)
+        has_workspace = self._attention_workspace_bytes > 0
+        layout = lay_out(sequence, self._engine.follows_gradients, has_workspace)
         sizes_bytes = layout.sizes_bytes(np.rint(values * 2).astype(np.int64))
         return Requests(layout, self._kinds(spec, layout), sizes_bytes)
 
@@ -232,6 +236,10 @@ class ModelReplay:
                     record(SERVE, start + first, start + end, first_slot)
                 if cut == GRADIENT:
                     self._tell_of_gradient(end)
+                elif cut == ATTENTION_GRADIENTS:
+                    self._allocator.release(
+                        self._allocator.allocate(self._attention_workspace_bytes)
+                    )
                 elif cut != NO_CUT:
                     self._stop_at(cut, section)
             gradients = [self._tensor(request) for request in section.gradients]

@@ -23,6 +23,8 @@ HEAD_GRADIENT, FIRST_PRODUCT, EMBEDDING_GRADIENT = range(len(MARKS), len(MARKS) 
 LOSS_IS_BEHIND = len(MARKS) + 3
 # Before a gradient is released where it was made: what it is for has been done with it.
 GRADIENT = LOSS_IS_BEHIND + 1
+# Behind the gradients of a fused attention's queries, keys and values.
+ATTENTION_GRADIENTS = GRADIENT + 1
 NO_CUT = -1
 _GRADIENTS = COMPONENTS.index("gradients")
 Integers = npt.NDArray[np.int64]
@@ -85,19 +87,25 @@ def rounded_sizes(sizes_bytes: Integers) -> Integers:
 
 
 @lru_cache(maxsize=64)
-def lay_out(sequence: StepSequence, stops_at_gradients: bool = False) -> Layout:
+def lay_out(
+    sequence: StepSequence, stops_at_gradients: bool = False, stops_at_attention: bool = False
+) -> Layout:
     """Lay out the requests of a template's steps for a model's layers.
 
-    `stops_at_gradients` cuts before the release of every gradient too.
+    `stops_at_gradients` cuts before the release of every gradient too, `stops_at_attention` behind
+    the gradients that a fused attention makes.
     """
-    return _Builder(sequence, stops_at_gradients).layout()
+    return _Builder(sequence, stops_at_gradients, stops_at_attention).layout()
 
 
 class _Builder:
     """Numbers the tensors of all sections, then lays the sections out one behind the other."""
 
-    def __init__(self, sequence: StepSequence, stops_at_gradients: bool) -> None:
+    def __init__(
+        self, sequence: StepSequence, stops_at_gradients: bool, stops_at_attention: bool
+    ) -> None:
         self._sequence, self._stops_at_gradients = sequence, stops_at_gradients
+        self._stops_at_attention = stops_at_attention
         self._first_slot: dict[Place, int] = {}
         self._num_slots = 0
         for place in (*sequence.forward(), *sequence.backward()):
@@ -137,6 +145,7 @@ class _Builder:
         gradients: dict[int, int] = {}
         stops = self._stops_at_gradients and place.section.endswith("_backward")
         weight_gradients: set[int] = set()
+        attention = self._attention_slot(place)
         for row in self._sequence.rows(place):
             cuts: list[int] = []
             if len(row) == 1:
@@ -160,6 +169,7 @@ class _Builder:
                     weight_gradients.add(slot)
                 cuts = [cut for cut, behind in self._cut_slots.items() if behind == slot]
                 self._request_of |= dict.fromkeys(cuts, len(requests))
+                cuts += [ATTENTION_GRADIENTS] if slot == attention else []
                 requests.append((slot, kind, row[0]))
                 slot += 1
             for cut in cuts:
@@ -167,6 +177,25 @@ class _Builder:
                 first = len(requests)
         stretches.append((first, len(requests), NO_CUT))
         return Section(place, tuple(stretches), tuple(gradients.values()))
+
+    def _attention_slot(self, place: Place) -> int | None:
+        """The slot of the third of a layer's three gradients that fused attention makes in a row.
+
+        Queries with all heads, keys and values with those that they have.
+        """
+        if not self._stops_at_attention or place.section != "layer_backward":
+            return None
+        rows, number = self._sequence.rows(place), 0
+        names = self._sequence.steps.monomials
+        for row, following, third in zip(rows, rows[1:], rows[2:], strict=False):
+            if len(row) == len(following) == len(third) == 3 and following[1] == third[1]:
+                factors = names[row[1]].split("*")
+                if "group" in factors:
+                    factors.remove("group")
+                    if "*".join(factors) == names[third[1]] and row[2] == third[2]:
+                        return self._first_slot[place] + number + 2
+            number += len(row) == 3
+        return None
 
 
 def _is_of_weight(monomial: str) -> bool:

@@ -12,9 +12,15 @@ import pytest
 
 from planner.errors import PlanError
 from planner.hardware import Gpu, resolve_gpu
-from planner.memory.overheads import NCCL_OVERHEAD, Overheads, outside_bytes
+from planner.memory.overheads import (
+    NCCL_OVERHEAD,
+    Overheads,
+    attention_workspace_bytes,
+    outside_bytes,
+)
 from planner.memory.replay import Replayed
 from planner.plan import parse_plan
+from planner.presets import resolve_model
 from planner.records import Kind, RecordedRow, Role, read_file
 from planner.units import MIB_BYTES
 from planner.workload import Attention, Engine, Precision, TrainingWorkload
@@ -125,3 +131,27 @@ def test_what_recorded_h200_steps_held_outside_the_allocator(world: str) -> None
 def _known(engine: Engine, ranks: int, world: str) -> bool:
     """Whether something like it was measured when the constants were chosen."""
     return engine in (Engine.PEAKMARK, Engine.FSDP2) and (world == "solo" or ranks == 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "length", "workspace_bytes"),
+    [
+        (64, 8, 1024, 67_371_264),  # Llama 3.1 70B
+        (32, 8, 4096, 134_742_272),  # Llama 3.1 8B
+        (16, 8, 4096, 67_371_264),  # Qwen3 1.7B
+        (32, 32, 4096, 67_633_408),  # Llama 2 7B: no heads share keys and values
+    ],
+)
+def test_cudnn_s_backward_has_the_workspace_seen_on_an_h200(
+    heads: int, kv_heads: int, length: int, workspace_bytes: int
+) -> None:
+    """Allocator snapshots, torch 2.11 and cuDNN 9: heads of 128, one row, to the byte."""
+    config = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
+    spec = resolve_model("meta-llama/Llama-3.1-8B", config)
+    workload = TrainingWorkload(sequence_length=length, attention=Attention.SDPA)
+    assert attention_workspace_bytes(spec, workload, None) == workspace_bytes
+    for other in (Attention.EAGER, Attention.TRITON):
+        assert not attention_workspace_bytes(spec, replace(workload, attention=other), None)
+    fp32 = replace(workload, precision=Precision.FP32)
+    assert not attention_workspace_bytes(spec, fp32, None)
+    assert not attention_workspace_bytes(spec, workload, resolve_gpu("a100-sxm4-80gb"))
