@@ -27,15 +27,21 @@ ROW_PADDING = 128
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries per step, depth of the load ring, scores one step ahead, registers per consumer."""
+    """Queries per step, depth of the load ring, dQ one step late, registers per consumer thread."""
 
     queries: int
     stages: int
-    ahead: bool
+    late: bool
     registers: int
 
+    @property
+    def ds_stages(self) -> int:
+        """Buffers of dS: a late dQ reads one while the groups may write two others."""
+        return 3 if self.late else 2
 
-# Scores are computed one step ahead where registers allow: at head size 128 ptxas would serialise.
+
+# By the columns of a tile. Measured on an H200 (full, S = 8192): at 64 a late dQ is 1.06 times as
+# fast, at 128 it is no faster and spills more.
 TILES = {64: Tile(64, 2, True, 240), 128: Tile(64, 2, False, 240)}
 KEYS = device.KEYS.value * device.GROUPS.value
 
@@ -128,7 +134,8 @@ def _launch(
         BM=tile.queries,
         D=columns,
         STAGES=tile.stages,
-        AHEAD=tile.ahead,
+        DS_STAGES=tile.ds_stages,
+        LATE=tile.late,
         CAUSAL=causal,
         MASKED=causal or seq_k % KEYS != 0,
         DS_LAYOUT=gl.NVMMASharedLayout.get_default_for([half, tile.queries], GLUON_DTYPES[q.dtype]),

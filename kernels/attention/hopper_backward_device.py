@@ -8,6 +8,12 @@ dQ and adds it by TMA into an fp32 accumulator in global memory.
 
 The order of those additions is not fixed, so dQ is not deterministic in its last bits; dK and dV are.
 Causal masks are aligned to the bottom right: query i sees key j when j <= i + Sk - Sq.
+
+Barriers: K and V have one full barrier each; Q with lse, and dO with delta, a ring of full barriers
+each (one arrival and bytes) and a common ring of free ones (one arrival per group); with LATE dS has
+a full and a free ring (one arrival per group in both). The producer
+starts with phase 1, which a fresh barrier passes, the consumers with 0. (A reduce-add of rows wholly
+before its tensor stopped an H200 with an illegal instruction; rows past the end are dropped.)
 """
 
 # ruff: noqa: N803, RUF059 (compile-time arguments are upper case, as Triton code has them; the
@@ -87,7 +93,7 @@ def _produce(
     BM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
-    k_full, v_full, q_full, do_full, free = bars
+    k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
     seq_q, seq_k, kv_heads, group, padded = sizes
     batch, kv_head, first_key, start, masked = _locate(sizes, BM, CAUSAL)
     mbarrier.expect(k_full.index(0), GROUPS * k_d.block_type.nbytes)
@@ -136,36 +142,51 @@ def _weights(s, lse, scale_log2, first_key, m, sizes, CAUSAL: gl.constexpr, MASK
 
 
 @gluon.jit
-def _step(
-    s, adk, adv, batch, head, m, first_key, left, idx, phase, dq_d, scale_log2, sizes, tiles, bars,
-    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Take in one tile of queries, after which `left` are left.
-
-    With AHEAD, `s` holds its scores on entry, and those of the next tile return.
-    """
-    q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
-    k_full, v_full, q_full, do_full, free = bars
-    dtype: gl.constexpr = q_s.dtype
-    s_l: gl.constexpr = s.type.layout
+def _start_queries(ds_s, k_s, slot, C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr):
+    """Start this group's half of the columns of dQ = dS K, over the keys of both groups."""
     columns: gl.constexpr = D // GROUPS
-    dq_l: gl.constexpr = gl.NVMMADistributedLayout(
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
+    dq_t = gl.zeros([BM, columns], gl.float32, layout)
+    for c in gl.static_range(GROUPS):
+        ds = ds_s.index(slot * GROUPS + c).permute((1, 0))
+        k = _rows(k_s.index(c)).slice(C * columns, columns, 1)
+        dq_t = warpgroup_mma(ds, k, dq_t, use_acc=c > 0, is_async=True)
+    return dq_t
+
+
+@gluon.jit
+def _add_queries(dq_d, dq_s, dq, batch, head, m, C: gl.constexpr):
+    """Add this group's half of a dQ tile to the accumulator; rows past its end are dropped."""
+    _rows(dq_s.index(C)).store(dq)
+    fence_async_shared()
+    _tma_reduce_add(dq_d, [batch, head, m, C * dq_s.shape[4]], dq_s.index(C))
+
+
+@gluon.jit
+def _step(
+    s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes, tiles, bars,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
+    LATE: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Take in one tile of queries, whose scores `s` holds; return those of the next, if any is `left`.
+
+    Products are issued so that one runs under all that is not a product: dP under the softmax, dV and
+    dK under dS and its way through shared memory, the next scores under the addition to dQ. With LATE
+    dQ is that of the tile before, and neither group waits for the other's dS of this tile.
+    """
+    q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
+    k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
+    idx, phase, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
+    seq_q, seq_k, kv_heads, group, padded = sizes
+    dtype: gl.constexpr = q_s.dtype
+    s_l: gl.constexpr = s.type.layout
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=adk.type.layout, k_width=2)
     zero = gl.zeros([KEYS, BM], gl.float32, s_l)
-    k = _rows(k_s.index(C))
-    q = _rows(q_s.index(idx))
     do = _rows(do_s.index(idx))
-    if not AHEAD:
-        mbarrier.wait(q_full.index(idx), phase)
-        s_t = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(idx), phase)
-    v = _rows(v_s.index(C))
     dp_t = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if not AHEAD:
-        s = warpgroup_mma_wait(1, deps=(s_t,))
     lse = lse_s.index(idx).load(gl.SliceLayout(0, s_l))
     p = _weights(s, lse, scale_log2, first_key + C * KEYS, m, sizes, CAUSAL, MASKED)
     pb = gl.convert_layout(p.to(dtype), a_l)
@@ -173,50 +194,48 @@ def _step(
     dv_t = warpgroup_mma(pb, do, adv, is_async=True)
     delta = delta_s.index(idx).load(gl.SliceLayout(0, s_l))
     ds = (p * (dp - delta[None, :])).to(dtype)
-    # Two buffers of dS: whoever passes this meeting has read the one before last to its end.
-    slot = left % 2 * GROUPS
-    ds_s.index(slot + C).store(ds)
+    dk_t = warpgroup_mma(gl.convert_layout(ds, a_l), _rows(q_s.index(idx)), adk, is_async=True)
+    if LATE:
+        mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
+    ds_s.index(slot * GROUPS + C).store(ds)
     fence_async_shared()
-    _meet()
-    dq_t = warpgroup_mma(
-        ds_s.index(slot).permute((1, 0)), _rows(k_s.index(0)).slice(C * columns, columns, 1),
-        gl.zeros([BM, columns], gl.float32, dq_l), use_acc=False, is_async=True,
-    )  # fmt: skip
-    dq_t = warpgroup_mma(
-        ds_s.index(slot + 1).permute((1, 0)), _rows(k_s.index(1)).slice(C * columns, columns, 1),
-        dq_t, is_async=True,
-    )  # fmt: skip
-    dk_t = warpgroup_mma(gl.convert_layout(ds, a_l), q, adk, is_async=True)
+    if LATE:
+        mbarrier.arrive(ds_full.index(slot))
+        # Before the first tile there is none: a product of stale data, for rows past the end.
+        mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
+    else:
+        # Two buffers: whoever passes this meeting has read the one before last to its end.
+        _meet()
+        dq_slot, dq_head, dq_m = slot, head, m
+    dq_t = _start_queries(ds_s, k_s, dq_slot, C, BM, D)
+    # dQ takes one product for each group's keys; all before them are done.
+    adv, adk = warpgroup_mma_wait(GROUPS, deps=(dv_t, dk_t))
     next_idx, next_phase = advance(idx, phase, STAGES)
-    if AHEAD:
-        mbarrier.wait(q_full.index(next_idx), next_phase, pred=left > 0)
-        # After the last tile this is a product of stale data that nobody reads.
-        q = _rows(q_s.index(next_idx))
-        s_t = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        adv, dq = warpgroup_mma_wait(2, deps=(dv_t, dq_t))
-    else:
-        adv, dq = warpgroup_mma_wait(1, deps=(dv_t, dq_t))
+    mbarrier.wait(q_full.index(next_idx), next_phase, pred=left > 0)
+    # After the last tile this is a product of stale data that nobody reads.
+    q = _rows(q_s.index(next_idx))
+    s_t = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=(dq_t,))
     tma.store_wait(0)
-    _rows(dq_s.index(C)).store(dq)
-    fence_async_shared()
-    _tma_reduce_add(dq_d, [batch, head, m, C * columns], dq_s.index(C))
-    if AHEAD:
-        adk, s = warpgroup_mma_wait(0, deps=(dk_t, s_t))
-    else:
-        adk = warpgroup_mma_wait(0, deps=(dk_t,))
     mbarrier.arrive(free.index(idx))
-    return s, adk, adv, next_idx, next_phase
+    if LATE:
+        mbarrier.arrive(ds_free.index(dq_slot), pred=dq_m < seq_q)
+    _add_queries(dq_d, dq_s, dq, batch, dq_head, dq_m, C)
+    s = warpgroup_mma_wait(0, deps=(s_t,))
+    next_slot, next_slot_phase = advance(slot, slot_phase, DS_STAGES)
+    state = (next_idx, next_phase, next_slot, next_slot_phase, slot, slot_phase, head, m)
+    return s, adk, adv, state
 
 
 @gluon.jit
 def _consume(
     dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars,
-    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
+    LATE: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Own 64 keys: walk the queries that see this program's keys, then write dK and dV."""
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
-    k_full, v_full, q_full, do_full, free = bars
+    k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
     seq_q, seq_k, kv_heads, group, padded = sizes
     batch, kv_head, first_key, start, masked = _locate(sizes, BM, CAUSAL)
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
@@ -225,35 +244,46 @@ def _consume(
     g_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
+    kv_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_l, k_width=2)
     adk = gl.zeros([KEYS, D], gl.float32, g_l)
     adv = gl.zeros([KEYS, D], gl.float32, g_l)
-    s = gl.zeros([KEYS, BM], gl.float32, s_l)
-    idx = 0
-    phase = 0
+    k = _rows(k_s.index(C))
+    v = _rows(v_s.index(C))
     left = group * gl.cdiv(gl.maximum(seq_q - start, 0), BM)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(v_full.index(0), 0)
-    if AHEAD:
-        mbarrier.wait(q_full.index(0), 0, pred=left > 0)
-        q = _rows(q_s.index(0))
-        s_t = warpgroup_mma(_rows(k_s.index(C)), q.permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s_t,))
+    if D == 64:
+        # In registers they leave shared memory to the other operand; at 128 there is no room.
+        k = k.load(kv_l)
+        v = v.load(kv_l)
+    mbarrier.wait(q_full.index(0), 0, pred=left > 0)
+    q = _rows(q_s.index(0)).permute((1, 0))
+    s_t = warpgroup_mma(k, q, gl.zeros([KEYS, BM], gl.float32, s_l), use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s_t,))
+    zero = left * 0
+    state = (zero, zero, zero, zero, zero, zero, zero, gl.cdiv(seq_q, BM) * BM)
     for g in range(group):
         head = kv_head * group + g
         if MASKED:
             for m in range(start, masked, BM):
                 left -= 1
-                s, adk, adv, idx, phase = _step(
-                    s, adk, adv, batch, head, m, first_key, left, idx, phase, dq_d, scale_log2,
-                    sizes, tiles, bars, C, BM, D, STAGES, AHEAD, CAUSAL, True,
+                s, adk, adv, state = _step(
+                    s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes,
+                    tiles, bars, C, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, True,
                 )  # fmt: skip
         for m in range(masked, seq_q, BM):
             left -= 1
-            s, adk, adv, idx, phase = _step(
-                s, adk, adv, batch, head, m, first_key, left, idx, phase, dq_d, scale_log2,
-                sizes, tiles, bars, C, BM, D, STAGES, AHEAD, CAUSAL, False,
+            s, adk, adv, state = _step(
+                s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes,
+                tiles, bars, C, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, False,
             )  # fmt: skip
     tma.store_wait(0)
+    if LATE:
+        idx, phase, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
+        mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
+        dq = warpgroup_mma_wait(0, deps=(_start_queries(ds_s, k_s, dq_slot, C, BM, D),))
+        _add_queries(dq_d, dq_s, dq, batch, dq_head, dq_m, C)
+        tma.store_wait(0)
     # K and V have been read to the end by both groups: their room takes dK and dV.
     _meet()
     dtype: gl.constexpr = q_s.dtype
@@ -270,7 +300,7 @@ def _consume(
 def backward_kernel(
     q_d, k_d, v_d, do_d, lse_d, delta_d, dq_d, dk_d, dv_d, scale, scale_log2,
     seq_q, seq_k, kv_heads, group, padded,
-    BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, LATE: gl.constexpr,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of 128 keys and add their share of dQ / scale to the fp32 accumulator.
@@ -284,7 +314,7 @@ def backward_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, D], do_d.layout),
         gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, KEYS, D], k_d.layout),
         gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, KEYS, D], v_d.layout),
-        gl.allocate_shared_memory(dtype, [2 * GROUPS, KEYS, BM], DS_LAYOUT),
+        gl.allocate_shared_memory(dtype, [DS_STAGES * GROUPS, KEYS, BM], DS_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 1, BM, D // GROUPS], dq_d.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_d.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, BM], delta_d.layout),
@@ -295,13 +325,15 @@ def backward_kernel(
         barriers(STAGES, 1),
         barriers(STAGES, 1),
         barriers(STAGES, GROUPS),
+        barriers(DS_STAGES, GROUPS),
+        barriers(DS_STAGES, GROUPS),
     )
     sizes = (seq_q, seq_k, kv_heads, group, padded)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 0, BM, D, STAGES, AHEAD, CAUSAL, MASKED)),
-            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 1, BM, D, STAGES, AHEAD, CAUSAL, MASKED)),
+            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 0, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, MASKED)),
+            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 1, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, MASKED)),
             (_produce, (q_d, k_d, v_d, do_d, lse_d, delta_d, sizes, tiles, bars, BM, STAGES, CAUSAL)),
         ],
         [4, 1],

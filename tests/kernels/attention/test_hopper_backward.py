@@ -211,3 +211,22 @@ def test_a_training_step_takes_it_where_it_is_asked_for(make_inputs: Make) -> No
         ours = torch.autograd.grad(out.float().square().sum(), inputs)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize(("batch", "heads", "seq"), [(33, 64, 8192), (17000, 1, 1024)])
+def test_more_than_two_to_the_31_elements(batch: int, heads: int, seq: int) -> None:
+    assert batch * heads * seq * 128 > 2**31
+
+    def make(heads: int) -> Tensor:
+        rows = torch.empty(batch, seq, heads, 128, dtype=BF16, device=DEVICE)
+        return rows.normal_().transpose(1, 2)
+
+    q, k, v, dout = make(heads), make(1), make(1), make(heads)
+    lse = torch.rand(batch, heads, seq, device=DEVICE) + 6
+    whole = hopper_backward(dout, q, k, v, lse, torch.zeros_like(lse), True)
+    parts = (tensor[-1:].clone() for tensor in (dout, q, k, v, lse))
+    last = hopper_backward(*parts, torch.zeros_like(lse[-1:]), True)
+    assert torch.equal(whole[1][-1:], last[1]) and torch.equal(whole[2][-1:], last[2])
+    torch.testing.assert_close(whole[0][-1:], last[0], rtol=2**-7, atol=1e-2)
