@@ -53,13 +53,14 @@ class Mask:
     keys_of_query: Tensor | None = None
     queries_of_key: Tensor | None = None
 
-    def simplified(self, seq_k: int) -> Mask:
+    def simplified(self, seq_q: int, seq_k: int) -> Mask:
         """Return full or causal where no key falls out of this window, else this mask."""
         if self.kind is not MaskKind.WINDOW or self.left < seq_k - 1:
             return self
         if self.right == 0:
             return CAUSAL
-        return FULL if self.right >= seq_k - 1 else self
+        # The first query stands at key seq_k - seq_q, which may be far before the first key.
+        return FULL if self.right >= seq_q - 1 else self
 
 
 FULL = Mask(kind=MaskKind.FULL)

@@ -85,7 +85,7 @@ def flash_attention_with_lse(
     _check_positive("scale", scale)
     if softcap is not None:
         _check_positive("softcap", float(softcap))
-    mask = _one_mask(causal, mask).simplified(k.shape[2])
+    mask = _one_mask(causal, mask).simplified(q.shape[2], k.shape[2])
     _check_mask(mask, q, k)
     _check_sinks(sinks, q)
     q, k, v = (_with_contiguous_rows(tensor) for tensor in (q, k, v))

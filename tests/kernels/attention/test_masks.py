@@ -163,6 +163,20 @@ def test_a_window_longer_than_the_keys_is_causal_to_the_last_bit(make_inputs: Ma
         assert torch.equal(out, flash_attention(q, k, v, causal=True))
 
 
+@pytest.mark.parametrize(("seqs", "right"), [((9, 4), 3), ((9, 4), 8), ((4, 9), 3), ((4, 9), 2)])
+def test_a_window_far_ahead_is_full_only_where_the_first_query_sees_the_last_key(
+    seqs: tuple[int, int], right: int, make_inputs: Make
+) -> None:
+    # Query 0 stands at key Sk - Sq and sees `right` keys more: the last, Sk - 1, if right >= Sq - 1.
+    q, k, v = make_inputs(1, (1, 1), seqs, 16)
+    mask = masks.window(None, right)
+    assert (mask.simplified(*seqs) is masks.FULL) == (right >= seqs[0] - 1)
+    _, lse = flash_attention_with_lse(q, k, v, mask=mask)
+    seen = min(max(seqs[1] - seqs[0] + right + 1, 0), seqs[1])
+    logits = (q[0, 0, 0] @ k[0, 0, :seen].mT) / 4
+    torch.testing.assert_close(lse[0, 0, 0], logits.logsumexp(0))
+
+
 def test_nan_in_tokens_of_no_document_does_not_leak(make_inputs: Make) -> None:
     q, k, v = (t.detach() for t in make_inputs(1, (1, 1), (70, 70), 16))
     dout = torch.randn_like(q)
