@@ -72,7 +72,7 @@ def forward(
     )
     q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
     k_d, v_d = (tile_descriptor(tensor, BLOCK_KEYS, tile.columns) for tensor in (k, v))
-    lists = tile_list(work, q.device)
+    lists = tile_list(work.dealt(), q.device)
     workers = min(_workers(q.device), work.heads * work.row_tiles)
     sizes = (seq_q, seq_k, heads, work.group, work.row_tiles)
     with torch.cuda.device(q.device):

@@ -109,7 +109,12 @@ def _open_tile(
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Wait for the Q and the first K of group C in tile i."""
+    """Wait for the Q and the first K of group C in tile i.
+
+    What the loop over tiles carries is kept small: Triton 3.6 lost one of two block numbers that it
+    carried side by side, and later tiles walked the first tile's number of blocks
+    (`inner_counts_follow_the_tile` in the tests looks for it).
+    """
     seq_q, seq_k, heads, group, num_row_tiles = sizes
     q_full, q_free, k_full, k_free, v_full, v_free = bars
     batch_head, m = _locate(order, i, sizes)

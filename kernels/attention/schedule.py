@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 GROUP_ROWS = 64
@@ -62,6 +62,14 @@ class ForwardWork:
     tile: ForwardTile
     causal: bool
     section_bytes: int = SECTION_BYTES
+
+    def dealt(self) -> ForwardWork:
+        """Return the work that stands for all whose tiles are dealt out as this one's.
+
+        Where every tile visits as many blocks, their number does not matter: a growing cache needs
+        no new list.
+        """
+        return self if self.causal else replace(self, seq_k=1)
 
     @property
     def row_tiles(self) -> int:

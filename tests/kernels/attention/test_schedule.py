@@ -84,6 +84,14 @@ def test_the_table_says_where_lists_begin_and_then_the_tiles() -> None:
     assert schedule.forward_table(work, 2) == [0, 2, 3, 0, 2, 1]
 
 
+def test_a_growing_cache_needs_one_list() -> None:
+    full = make_work(4096, 5000, causal=False)
+    assert schedule.forward_lists(full, H200_SMS) == schedule.forward_lists(full.dealt(), H200_SMS)
+    assert len({make_work(1, keys, causal=False).dealt() for keys in range(500, 600)}) == 1
+    causal = make_work(4096, 5000, causal=True)
+    assert causal.dealt() == causal
+
+
 def visible(work: ForwardWork, row: int, key: int) -> bool:
     in_reach = not work.causal or key <= row + work.seq_k - work.seq_q
     return key < work.seq_k and in_reach
