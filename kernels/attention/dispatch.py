@@ -117,7 +117,8 @@ def choose(
 ) -> Choice:
     """Return the backend for `problem`; `wanted` is auto or a Backend.
 
-    The Hopper backward is taken only where `wanted` names it: see ON_REQUEST. Raises ValueError if `wanted` is unknown, or is hopper and that cannot be done.
+    The Hopper backward is taken only where `wanted` names it (ON_REQUEST). Raises ValueError if
+    `wanted` is unknown, or is hopper and that cannot be done.
     """
     allowed = ("auto", *Backend)
     if wanted not in allowed:
