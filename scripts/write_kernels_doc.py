@@ -18,6 +18,14 @@ ROWS = ROOT / "recorded" / "kernels"
 PLACE = ("operation", "device", "driver", "torch", "triton", "cuda", "cudnn", "transformers")
 TABLE_CASE = ("head_dim", "heads", "kv_heads", "causal")
 SHOWN_ERROR_CHARACTERS = 80
+# What a reader of an operation's figures has to know.
+TITLES = {"adamw": "AdamW", "rms_norm": "RMS norm", "rope": "RoPE", "swiglu": "SwiGLU"}
+NOTES = {
+    "attention_masks": "`causal` is the portable kernel's own causal attention of the same shape, "
+    "not the faster `hopper` backend's.",
+    "decode": "A cache is only read, the copy reads and writes: its rate can be passed. One sequence "
+    "takes some 0.1 ms at any length, most likely what the host needs for two launches.",
+}
 Row = Mapping[str, Any]
 HEAD = """# Kernels
 
@@ -126,7 +134,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def title(operation: str) -> str:
     """Return an operation's name as a heading."""
-    return operation.replace("_", " ").capitalize() + ", measured"
+    return TITLES.get(operation, operation.replace("_", " ").capitalize()) + ", measured"
 
 
 def describe_place(row: Row) -> str:
@@ -195,6 +203,8 @@ def errors_of(rows: Sequence[Row]) -> Iterator[str]:
 
 def other_section(rows: Sequence[Row]) -> Iterator[str]:
     """Yield one table for each set of columns, as the benchmark reported them."""
+    if note := NOTES.get(str(rows[0]["operation"])):
+        yield note + "\n"
     good = [row for row in rows if "error" not in row]
     columns = [tuple(name for name in row if name not in PLACE) for row in good]
     for names in dict.fromkeys(columns):
