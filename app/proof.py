@@ -10,10 +10,17 @@ import psutil
 from planner.errors import PlanError
 from planner.memory.parallel import is_split
 from planner.plan import Plan
+from planner.workload import TrainingWorkload
 
 WORLDS = ("nccl", "shared", "solo", "cpu")
 # Of the host's free memory, the share that a run on the CPU may take.
 HOST_SHARE = 0.8
+# Choices of a workload whose kernels need a GPU, and what runs on a CPU instead.
+GPU_ONLY = (
+    ("attention", "triton", "eager or sdpa"),
+    ("loss", "fused_linear", "hf or chunked"),
+    ("optimizer", "adamw_8bit", "adamw_fused"),
+)
 
 
 def choose_world(plan: Plan, num_gpus: int) -> str:
@@ -38,6 +45,20 @@ def check_provable(plan: Plan) -> None:
     reason = unprovable(plan)
     if reason is not None:
         raise PlanError("parallelism", None, "a plan that splits no model", sentence=reason)
+
+
+def gpu_only(plan: Plan) -> PlanError | None:
+    """Return what in a plan cannot run in the world `cpu`; None where all of it can."""
+    if not isinstance(plan.workload, TrainingWorkload):
+        return None
+    for name, value, others in GPU_ONLY:
+        if getattr(plan.workload, name) == value:
+            field = f"workload.{name}"
+            sentence = (
+                f"{field} is '{value}': its kernels need a GPU; in the world cpu use {others}."
+            )
+            return PlanError(field, value, others, sentence=sentence)
+    return None
 
 
 def job_spec(plan: Plan, world: str, *, deadline_s: float = 1800.0) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def require_world(plan: Plan, prediction: dict[str, Any], world: str | None) -> 
         WORLDS,
         check_provable,
         choose_world,
+        gpu_only,
         host_memory_free_bytes,
         host_memory_needed_bytes,
     )
@@ -107,6 +108,9 @@ def require_world(plan: Plan, prediction: dict[str, Any], world: str | None) -> 
         sentence = f"The world {chosen} needs a GPU and none is attached: use --world cpu."
         raise InputError("world", chosen, "cpu", sentence)
     if chosen == "cpu":
+        problem = gpu_only(plan)
+        if problem is not None:
+            raise problem
         needed = host_memory_needed_bytes(prediction, plan.parallelism.world_size)
         free = host_memory_free_bytes()
         if needed > free:

@@ -10,7 +10,7 @@ import streamlit as st
 
 from app import services
 from app.charts.style import size_text
-from app.proof import host_memory_free_bytes, host_memory_needed_bytes, unprovable
+from app.proof import gpu_only, host_memory_free_bytes, host_memory_needed_bytes, unprovable
 from planner.plan import Plan
 
 WORLD_HELP = (
@@ -41,17 +41,20 @@ def show_proof_box(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None
                 key="proof_world",
                 help=WORLD_HELP,
             )
+            problem = gpu_only(plan) if world == "cpu" else None
             reason = _too_big_for_host(plan, prediction, world, unit)
             st.button(
                 "Prove it",
                 type="primary",
                 icon=":material/play_arrow:",
                 key="prove",
-                disabled=reason is not None,
+                disabled=bool(problem or reason),
                 on_click=_submit,
                 args=(plan, world),
             )
-        if reason and plan.model.trace is not None:
+        if problem is not None:
+            st.caption(str(problem))
+        elif reason and plan.model.trace is not None:
             st.caption(reason)
         elif reason:
             _offer_small_proof(plan, reason)

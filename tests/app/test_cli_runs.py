@@ -246,6 +246,9 @@ def test_a_run_whose_worker_vanished_gets_a_worker_that_says_so(
         (("--world", "solo"), "none is attached"),
         (("--model", "llama-3.1-405b", "--world", "cpu"), "this machine can give"),
         (("--tensor-parallel", "2"), "it is planned, not proven"),
+        (("--attention", "triton"), "need a GPU; in the world cpu use eager or sdpa"),
+        (("--loss", "fused_linear"), "need a GPU; in the world cpu use hf or chunked"),
+        (("--optimizer", "adamw_8bit"), "need a GPU; in the world cpu use adamw_fused"),
     ],
 )
 def test_what_cannot_run_here_is_refused_before_it_is_queued(

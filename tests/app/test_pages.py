@@ -274,6 +274,13 @@ def test_a_big_plan_is_not_proved_on_the_cpu_but_a_small_one_is_offered(opened: 
     assert services.run_lines()[0]["model_name"] == "small llama"
 
 
+def test_what_needs_a_gpu_is_not_proved_on_the_cpu(opened: Opened) -> None:
+    app = opened(attention="triton")
+    assert app.button(key="prove").disabled
+    assert "workload.attention is 'triton': its kernels need a GPU" in texts(app)
+    assert "prove_small" not in [button.key for button in app.button]
+
+
 @pytest.mark.parametrize("preset", services.model_ids())
 def test_every_preset_has_a_small_proof(preset: str) -> None:
     attention = "eager" if "gemma" in preset or "gpt-oss" in preset else "sdpa"
