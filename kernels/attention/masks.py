@@ -68,12 +68,24 @@ CAUSAL = Mask(kind=MaskKind.CAUSAL, right=0)
 
 
 def _bound(name: str, value: int | None) -> int:
-    """Return a number of keys, UNBOUNDED for None; raises ValueError below zero."""
+    """Return a number of keys, UNBOUNDED for None; raises ValueError for what is no such number."""
     if value is None:
         return UNBOUNDED
-    if value < 0:
-        raise ValueError(f"{name} is {value}; it must be 0 or more keys, or None for all")
+    if not _is_count(value):
+        raise ValueError(f"{name} is {value!r}; it must be 0 or more keys, or None for all")
     return min(value, UNBOUNDED)
+
+
+def _is_count(value: object) -> bool:
+    # A size that torch.compile left open is a SymInt.
+    return isinstance(value, int | torch.SymInt) and bool(value >= 0)
+
+
+def _count(name: str, value: int, what: str = "keys") -> int:
+    """Return a whole number from 0 on; raises ValueError for another."""
+    if not _is_count(value):
+        raise ValueError(f"{name} is {value!r}; it must be 0 or more {what}")
+    return value
 
 
 def window(left: int | None, right: int | None = 0) -> Mask:
@@ -95,10 +107,8 @@ def prefix(length: int, left: int | None = None, right: int | None = 0) -> Mask:
     rest is causal. prefix(n, w, w) is n global keys with a symmetric window. For global keys that
     only later queries see, use `global_local`. Raises ValueError for a negative number.
     """
-    if length < 0:
-        raise ValueError(f"length is {length}; it must be 0 or more keys")
     left, right = _bound("left", left), _bound("right", right)
-    return Mask(kind=MaskKind.PREFIX, left=left, right=right, prefix=length)
+    return Mask(kind=MaskKind.PREFIX, left=left, right=right, prefix=_count("length", length))
 
 
 def global_local(length: int, left: int) -> Mask:
@@ -106,14 +116,14 @@ def global_local(length: int, left: int) -> Mask:
 
     Raises ValueError for a negative number.
     """
-    if length < 0:
-        raise ValueError(f"length is {length}; it must be 0 or more keys")
-    return Mask(kind=MaskKind.GLOBAL, left=_bound("left", left), right=0, prefix=length)
+    prefix = _count("length", length)
+    return Mask(kind=MaskKind.GLOBAL, left=_bound("left", left), right=0, prefix=prefix)
 
 
 def _cumulative(name: str, lengths: Sequence[int] | Tensor) -> Tensor:
     """Return cumulative lengths as int64, checked where their values can be read."""
-    found = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.int64)
+    # Without a dtype: a list with a fraction becomes a float tensor, which is refused below.
+    found = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
     if found.dim() != 1 or found.shape[0] < 1 or found.is_floating_point():
         shape = tuple(found.shape)
         raise ValueError(
@@ -182,7 +192,8 @@ def documents(
     if rows.shape != columns.shape:
         counts = columns.shape[0] - 1, rows.shape[0] - 1
         raise ValueError("cumulative_k has {} documents; it must have {}".format(*counts))
-    length_k = length_q if length_k is None else length_k
+    length_q = _count("length_q", length_q, "tokens")
+    length_k = length_q if length_k is None else _count("length_k", length_k, "tokens")
     _check_fits("cumulative_q", rows, length_q)
     _check_fits("cumulative_k", columns, length_k)
     return Mask(

@@ -95,8 +95,14 @@ def flash_attention_with_lse(
 
 
 def _one_mask(causal: bool | None, mask: Mask | None) -> Mask:
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}; it must be made by kernels/attention/masks.py: causal, "
+            "a window, a prefix, documents or a table of blocks, never a matrix"
+        )
     if (causal is None) == (mask is None):
-        raise ValueError(f"causal is {causal} and mask is {mask}; give one of them")
+        given = "None" if mask is None else f"of kind {mask.kind}"
+        raise ValueError(f"causal is {causal} and mask is {given}; give one of them")
     if mask is not None:
         return mask
     return CAUSAL if causal else FULL
