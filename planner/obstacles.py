@@ -40,30 +40,41 @@ def check_length(model: ModelSpec, field_name: str, length: int) -> None:
 
 
 def _attention_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
-    """Return why the chosen kernel cannot compute this model's attention, or None."""
+    """Return why no step of this model can be planned with the chosen kernel, or None."""
     if workload.attention is Attention.EAGER:
         return None
-    capped = model.attention_logit_softcap is not None
-    if capped or (model.family == "gemma2" and workload.attention is Attention.SDPA):
+    if workload.attention is Attention.TRITON:
+        return _triton_obstacle(model, workload)
+    if model.attention_logit_softcap is not None or model.family == "gemma2":
         return "it does not cap attention logits, as this model does"
     if model.has_attention_sinks:
         return "it knows no attention sinks, which this model has"
-    return None if workload.attention is Attention.SDPA else _triton_obstacle(model, workload)
+    return None
 
 
 def _triton_obstacle(model: ModelSpec, workload: TrainingWorkload) -> str | None:
-    """Return why our kernel cannot compute this model's attention, or None."""
-    if workload.packed:
-        return "it knows no documents within a row"
+    """Return why no step of this model can be planned with our kernel, or None.
+
+    The kernel itself does more than the steps that have been traced with it (docs/kernels.md).
+    """
     if model.family == "falcon":
         return "transformers' Falcon takes no attention function from outside"
-    if model.value_dim != model.head_dim:
-        return (
-            f"it needs keys and values of one size, this model's are {model.head_dim} and "
-            f"{model.value_dim}"
-        )
     if model.head_dim > MAX_TRITON_HEAD_DIM:
         return f"its largest head size is {MAX_TRITON_HEAD_DIM}, this model's is {model.head_dim}"
+    untraced = _untraced_with_triton(model, workload)
+    return untraced and f"no step with {untraced} has been traced with it"
+
+
+def _untraced_with_triton(model: ModelSpec, workload: TrainingWorkload) -> str | None:
+    """Return what of a step our kernel can compute and no trace shows, or None."""
+    if model.attention_logit_softcap is not None:
+        return "capped attention logits, which this model has,"
+    if model.has_attention_sinks:
+        return "attention sinks, which this model has,"
+    if workload.packed:
+        return "several documents in a row"
+    if model.value_dim != model.head_dim:
+        return f"keys of head size {model.head_dim} and values of {model.value_dim}"
     return None
 
 

@@ -81,7 +81,10 @@ def _refusal(name: str = "llama-3.1-8b", **chosen: object) -> str:
 
 def test_what_cannot_be_packed_is_said() -> None:
     triton = _refusal(attention=Attention.TRITON)
-    assert "knows no documents within a row; use eager or sdpa" in triton
+    assert (
+        "no step with several documents in a row has been traced with it; use eager or sdpa"
+        in triton
+    )
     assert "at least 2" in _refusal(sequence_length=1)
     assert "workload.packed is True" in _refusal("microsoft/Phi-3-mini-4k-instruct")
     assert "or workload.precision mixed, bf16" in _refusal(precision=Precision.FP32)
