@@ -55,7 +55,7 @@ def run_row(run: RunSummary) -> tuple[str, ...]:
     error = f"{100 * (ours - seen) / seen:+.2f} %" if ours is not None and seen else "-"
     return (
         run.id,
-        run.model_name or "-",
+        run.model_name or run.kind.value,
         run.hardware_name or "-",
         run.world.value,
         "cancelling" if run.cancelling else run.state.value,
@@ -100,7 +100,10 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
         return
     summary = detail.summary
     print_line(f"{summary.id}: {summary.state.value} in world {summary.world.value}")
-    print_line(f"{summary.model_name or '-'} on {summary.hardware_name or '-'}")
+    if summary.model_name:
+        print_line(f"{summary.model_name} planned for {summary.hardware_name or '-'}")
+    else:
+        print_line(summary.kind.value)
     if summary.why:
         print_line(summary.why)
     if (detail.measured or {}).get("curves"):

@@ -284,6 +284,15 @@ def test_runs_lists_shows_and_cancels(run: Run) -> None:
     assert "ended already" in out
 
 
+def test_a_run_without_a_plan_is_named_by_its_kind(run: Run) -> None:
+    spec = {"schema": 1, "kind": "calibrate", "world": "cpu"}
+    run_id = create_run(open_database(), spec, idempotency_key="c")
+    _, out, _ = run("runs")
+    assert out.splitlines()[-2].split()[:2] == [run_id, "calibrate"]
+    _, out, _ = run("runs", "show", run_id)
+    assert out.splitlines() == [f"{run_id}: queued in world cpu", "calibrate"]
+
+
 @pytest.mark.parametrize("command", ["show", "cancel"])
 def test_a_run_that_is_not_there_is_one_sentence(run: Run, command: str) -> None:
     code, out, err = run("runs", command, "nothing", "--json")
