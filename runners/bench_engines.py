@@ -207,7 +207,10 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Asked through CUDA, whether there is a GPU would keep the forked processes from using it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    pairs = [pair_entries(entry, arguments.peer) for entry in read_matrix(arguments.matrix)]
+    try:
+        pairs = [pair_entries(entry, arguments.peer) for entry in read_matrix(arguments.matrix)]
+    except (OSError, ValueError) as problem:
+        parser.error(str(problem))
     with tempfile.TemporaryDirectory(prefix="peakmark-bench-") as directory:
         bench = Bench(arguments.out, Path(directory), arguments.budget_s)
         preload([parse_plan(entry.spec.plan) for pair in pairs for entry in pair[:2]])

@@ -255,7 +255,10 @@ def main() -> int:
     # A job never reaches the network: every model is built from the config in its spec.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     done = recorded_keys(arguments.out)
-    entries = [entry for entry in read_matrix(arguments.matrix) if entry.key not in done]
+    try:
+        entries = [entry for entry in read_matrix(arguments.matrix) if entry.key not in done]
+    except (OSError, ValueError) as problem:
+        parser.error(str(problem))
     with tempfile.TemporaryDirectory(prefix="peakmark-record-") as directory:
         recorder = Recorder(arguments.out, Path(directory), arguments.budget_s)
         recorder.run(entries)

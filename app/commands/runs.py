@@ -44,6 +44,9 @@ def runs_command(
     if json:
         print_json({"schema": 1, "runs": [run.to_dict() for run in found]})
         return
+    if not found:
+        print_line("No runs yet: `peakmark prove` and `peakmark calibrate` make them.")
+        return
     print_table(make_table(None, WORDS, FIGURES, [run_row(run) for run in found]))
 
 

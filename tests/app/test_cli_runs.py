@@ -284,6 +284,11 @@ def test_runs_lists_shows_and_cancels(run: Run) -> None:
     assert "ended already" in out
 
 
+def test_no_runs_are_said_to_be_none(run: Run) -> None:
+    _, out, _ = run("runs")
+    assert out == "No runs yet: `peakmark prove` and `peakmark calibrate` make them.\n"
+
+
 def test_a_run_without_a_plan_is_named_by_its_kind(run: Run) -> None:
     spec = {"schema": 1, "kind": "calibrate", "world": "cpu"}
     run_id = create_run(open_database(), spec, idempotency_key="c")

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from planner.records import read_file
 from planner.same_run import same_run_pairs
 from planner.workload import Engine
+from runners import bench_engines, record
 from runners.bench_engines import pair_entries, summary_lines
 from runners.record import read_matrix
 
@@ -77,6 +79,27 @@ def test_a_matrix_of_another_engine_is_refused(tmp_path: Path) -> None:
     [entry] = read_matrix(_matrix(tmp_path / "m.json", engine="fsdp2"))
     with pytest.raises(ValueError, match="engine must be peakmark"):
         pair_entries(entry, Engine.FSDP2)
+
+
+@pytest.mark.parametrize("tool", [record, bench_engines])
+@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("{}", "schema is None")])
+def test_a_matrix_that_cannot_be_read_is_one_sentence(
+    tool: ModuleType,
+    text: str | None,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    matrix = tmp_path / "m.json"
+    if text is not None:
+        matrix.write_text(text)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", ["tool", str(matrix), str(tmp_path / "out.jsonl")])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_nothing_whole_is_said_so() -> None:
