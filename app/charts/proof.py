@@ -102,7 +102,8 @@ def error_percent(predicted: float, measured: float) -> float:
 def residual_strip_figure(points: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Return one dot per stored measurement: its error in %, in the line of its group.
 
-    A point holds `group`, `error_percent`, `label`, `role` and `row_id`, which a click gives back; calibration rows are grey, held-out ones blue.
+    A point holds `group`, `error_percent`, `label`, `role` and `row_id`, which a click gives back;
+    calibration rows are grey, held-out ones blue. Groups keep the order of the points.
     """
     groups = list(dict.fromkeys(point["group"] for point in points))
     figure = base_figure(MARGIN_HEIGHT_PX + 28 * len(groups))
@@ -126,7 +127,9 @@ def residual_strip_figure(points: Sequence[Mapping[str, Any]]) -> go.Figure:
             )
     figure.add_vline(x=0, line_width=1, line_color=OTHER_COLOUR)
     figure.update_xaxes(title="(predicted − measured) / measured, %")
-    figure.update_yaxes(autorange="reversed", type="category")
+    # Plotly's own order would put the groups that have no evidence row last.
+    order = {"categoryorder": "array", "categoryarray": groups}
+    figure.update_yaxes(autorange="reversed", type="category", **order)
     return figure
 
 

@@ -149,6 +149,7 @@ def _strips(report: Mapping[str, Any]) -> None:
             quantities,
             default=quantities[0],
             required=True,
+            format_func=words,
             key="accuracy_quantity",
         )
         group = st.selectbox(

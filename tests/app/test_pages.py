@@ -337,6 +337,7 @@ def test_a_measured_run_stands_beside_its_prediction(opened: Opened) -> None:
     app.switch_page("app_pages/accuracy.py").run()
     assert not broken(app)
     assert f"{before + 1} measurements as evidence" in texts(app)
+    assert "step time" in app.get_by_key("accuracy_quantity").options
 
 
 def test_running_out_of_memory_is_a_result_with_the_allocators_numbers(opened: Opened) -> None:

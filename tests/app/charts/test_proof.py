@@ -43,6 +43,15 @@ def test_calibration_dots_are_apart_from_evidence() -> None:
     assert dots == {"evidence": (1.5,), "calibration": (-2.0,)}
 
 
+def test_groups_keep_their_order_whatever_the_role_of_their_rows() -> None:
+    rest = {"error_percent": 1.0, "label": "row"}
+    points = [
+        {"group": "a", "role": "holdout", **rest},
+        {"group": "b", "role": "evidence", **rest},
+    ]
+    assert list(residual_strip_figure(points).layout.yaxis.categoryarray) == ["a", "b"]
+
+
 def test_a_click_on_a_dot_gives_back_its_row() -> None:
     point = {"group": "g", "error_percent": 1.0, "label": "m", "role": "evidence", "row_id": "ab"}
     (trace,) = residual_strip_figure([point]).data
