@@ -11,7 +11,8 @@ LEVERS: Mapping[str, str] = {
     "parameters": "a ZeRO stage that shards parameters (3), more GPUs, or a smaller precision",
     "gradients": "ZeRO stage 2 or 3, more GPUs, or a smaller precision",
     "optimizer": "ZeRO stage 1 to 3, more GPUs, or an optimizer with fewer states",
-    "gathered": "an engine that gathers fewer layers at once, or tensor parallelism",
+    "gathered": "ZeRO stage 3 instead of 1 or 2, an engine that gathers fewer layers at once, or tensor "
+    "parallelism",
     "activations": "checkpointing, a smaller micro-batch or a shorter sequence",
     "attention": "an attention kernel that stores no scores: sdpa or triton",
     "logits": "a smaller micro-batch, a shorter sequence, or a loss that never holds all logits",

@@ -24,7 +24,8 @@ ENGINES = tuple(str(engine) for engine in Engine)
 WHAT_ZERO_DOES = (
     "ZeRO divides what training keeps beside the activations over the data-parallel ranks. Stage 0: "
     "nothing, every rank keeps all. Stage 1: the optimizer's states. Stage 2: gradients too. Stage 3: "
-    "parameters too, which are then gathered for each use."
+    "parameters too, which are then gathered for each use. The engine peakmark shards parameters "
+    "between steps from stage 1 on; at stages 1 and 2 it gathers them once a step."
 )
 
 

@@ -71,6 +71,12 @@ def test_the_sentences_name_peak_gap_and_what_has_to_shrink() -> None:
     assert "largest part that both hold is parameters (40 B)" in said
 
 
+def test_a_whole_gathered_model_asks_for_stage_3() -> None:
+    memory = {**MEMORY, "phases": [{**MEMORY["phases"][1], "parts": {"gathered": 100}}]}
+    memory["phases"].append({**MEMORY["phases"][0], "parts": {"gathered": 70}})
+    assert "ZeRO stage 3 instead of 1 or 2" in " ".join(reason_sentences(memory, str))
+
+
 def test_one_phase_alone_has_nothing_beside_it() -> None:
     only = {**MEMORY, "phases": [MEMORY["phases"][1]]}
     assert len(reason_sentences(only, str)) == 2

@@ -43,6 +43,7 @@ def test_every_stage_of_every_engine_is_shown_beside_what_was_measured(opened: O
     shown = texts(app)
     assert "Qwen2.5-0.5B · train 1 × 4096 tokens" in shown
     assert "**Stage 1**, peakmark × 2 saves" in shown
+    assert "at stages 1 and 2 it gathers them once a step" in shown
     assert "ddp is not shown: workload.precision is 'mixed'" in shown
     assert "ZeRO is not the answer here" in shown and "full checkpointing" in shown
     serving = page(opened, job="serve")
