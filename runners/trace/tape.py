@@ -43,11 +43,13 @@ class Event:
 class Tape(TorchDispatchMode):
     """Watches operations on fake tensors; `place` and `module` are set from outside.
 
-    Storages passed to `ignore` (parameters, buffers, inputs) are never counted.
+    Storages passed to `ignore` (parameters, buffers, inputs) are never counted. `sums_in_place`:
+    gradients are added as autograd does it where nothing watches (`sums_in_place`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sums_in_place: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._sums_in_place = sums_in_place
         self.place = Place("embed")
         self.module = ""
         self.events: list[Event] = []
@@ -73,6 +75,9 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        is_sum = func is torch.ops.aten.add.Tensor and self.place.in_backward
+        if self._sums_in_place and is_sum and sums_in_place(*args, **(kwargs or {})):
+            return args[0]
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -123,6 +128,26 @@ class Tape(TorchDispatchMode):
             coefficient_bytes=coefficient * itemsize,
             place=self.place,
         )
+
+
+# How often a tensor and its storage are counted in a dispatch mode where nothing but autograd's
+# buffer holds them: a view's base, a second buffer or a function's own variable change that.
+_HELD_ONCE, _STORED_ONCE = 4, 2
+
+
+def sums_in_place(held: Any, added: Any, alpha: float = 1) -> bool:
+    """Whether an addition is autograd's sum of two gradients that needs no new tensor.
+
+    Autograd adds to the gradient that came first where only its buffer holds that and its storage.
+    In a dispatch mode it takes every tensor for a subclass and makes a new one instead (torch 2.11,
+    torch/csrc/autograd/input_buffer.cpp, `accumulate` and `can_accumulate_inplace`).
+    """
+    if torch.is_grad_enabled() or not isinstance(added, torch.Tensor) or alpha != 1:
+        return False
+    if held.shape != added.shape or held.dtype != added.dtype:
+        return False
+    stored = torch._C._storage_Use_Count(held.untyped_storage()._cdata)
+    return bool((held._use_count(), stored) == (_HELD_ONCE, _STORED_ONCE))
 
 
 def summed_matrix(tensor: torch.Tensor, dims: Sequence[int] | None) -> tuple[int, int] | None:

@@ -31,6 +31,8 @@ OTHER_LOSSES = ("chunked", "fused_linear")
 # Families traced with 4-bit weights below adapters, and with rows of several documents.
 FOUR_BIT = ("llama", "mistral", "qwen2", "qwen3")
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
+# Families traced again since, but for the slow traces under autocast.
+SUMS_IN_PLACE = ("llama",)
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
 COMPUTES = ("bf16", "fp32", "autocast")
@@ -72,6 +74,14 @@ class Variant:
     def is_packed(self) -> bool:
         """Whether rows hold several documents."""
         return "_packed" in self.attention
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether the tape adds gradients in place as autograd does (`tape.sums_in_place`).
+
+        In what was traced before it could, every sum of two gradients is a new tensor.
+        """
+        return self.family in SUMS_IN_PLACE and self.compute != "autocast"
 
     @property
     def batch(self) -> int:
