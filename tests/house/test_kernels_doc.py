@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from kernels.attention.dispatch import VARIABLE, Backend
-
 
 @pytest.fixture(scope="module")
 def script() -> Any:
@@ -49,11 +47,6 @@ def test_the_kernels_document_is_up_to_date(script: Any) -> None:
     assert script.DOCUMENT.read_text() == script.render(script.read_rows(script.ROWS)), (
         "run `make accuracy`"
     )
-
-
-def test_every_backend_and_its_variable_are_told(script: Any) -> None:
-    for word in (*(backend.value for backend in Backend), VARIABLE):
-        assert f"`{word}`" in script.HEAD
 
 
 def test_attention_is_a_line_per_case_and_a_column_per_length(script: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +139,9 @@ def test_environment_and_argument_overrule(monkeypatch: pytest.MonkeyPatch) -> N
         with dispatch.forced_backend("auto"):
             assert dispatch.pick(Direction.FORWARD, HOPPER) is Backend.HOPPER
     assert dispatch.pick(Direction.FORWARD, HOPPER) is Backend.TRITON
+
+
+def test_every_backend_and_its_variable_are_told() -> None:
+    document = (Path(__file__).resolve().parents[3] / "docs/kernels.md").read_text()
+    for word in (*(backend.value for backend in Backend), dispatch.VARIABLE):
+        assert f"`{word}`" in document
