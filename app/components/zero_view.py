@@ -169,7 +169,7 @@ def _sends(rows: Sequence[Mapping[str, Any]], plan: Plan) -> None:
         title="What each stage and engine sends in a step",
         caption="Predicted: bytes that each rank sends in a ring, over the slowest link on the way "
         f"(nodes of {nodes} GPUs). Not overlapped with computing and without latency. Full buffers "
-        "and calls are what engines count in every run, and equal the formula to the byte.",
+        "and calls equal the formula to the byte in every run that counted them.",
         rows=lines,
     )
     st.markdown("### Collective by collective")
