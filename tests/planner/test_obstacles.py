@@ -34,9 +34,13 @@ def refusal(name: str, attention: Attention, length: int = 1024) -> str | None:
         ("gemma-3-1b", Attention.SDPA, None),
         ("gpt-oss-20b", Attention.EAGER, None),
         ("gpt-oss-20b", Attention.SDPA, "no attention sinks"),
-        ("gpt-oss-20b", Attention.TRITON, "no attention sinks"),
+        ("gpt-oss-20b", Attention.TRITON, "no step with attention sinks, which"),
         ("deepseek-v3", Attention.SDPA, None),
-        ("deepseek-v2-lite", Attention.TRITON, "this model's are 192 and 128"),
+        (
+            "deepseek-v2-lite",
+            Attention.TRITON,
+            "no step with keys of head size 192 and values of 128 has",
+        ),
         ("mistral-7b-v0.1", Attention.TRITON, None),
     ],
 )
