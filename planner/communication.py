@@ -66,7 +66,7 @@ def step_collectives(
     sharers = world_size * parallelism.context_parallel
     ring = (sharers - 1.0) / sharers
     rate = link_bytes_s(gpu, world_size * group_size(parallelism))
-    ranks = np.asarray(sharers, dtype=np.int64)
+    ranks = np.asarray(sharers, dtype=np.float64)
     found = step_payloads(
         spec,
         workload,

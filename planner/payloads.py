@@ -125,6 +125,14 @@ def _gathered_twice(
     return elements, _number_of_groups(numels) + again
 
 
+def _several(world_size: Any) -> Any:
+    """Return 1 where there is more than one rank, else 0.
+
+    One world size gives a Python int, an array floats: bytes of many micro-batches pass 2^63.
+    """
+    return np.not_equal(world_size, 1) * 1.0 if np.ndim(world_size) else int(world_size != 1)
+
+
 def _fsdp2(
     spec: ModelSpec,
     workload: TrainingWorkload,
@@ -149,7 +157,7 @@ def _fsdp2(
     root = whole(every["embedding"] + every["head"])
     again = layers[max(trained.first_layer - 1 if trained else 0, 0) :] if stage == 3 else []
     units = [rows for rows in (*reduced["layers"], reduced["embedding"] + reduced["head"]) if rows]
-    several = np.not_equal(world_size, 1) * 1
+    several = _several(world_size)
     gathered = (root + sum(layers) + sum(again)) * gather_bytes * rounds
     calls = (1 + len(layers) + len(again)) * rounds
     scattered = sum(whole(rows) for rows in units) * reduce_bytes * times
@@ -192,7 +200,7 @@ def _deepspeed(
     parameter padded; it gathers what its coordinator fetches, and after the step, one by one, the
     small parameters that it keeps whole.
     """
-    rounds, several = workload.grad_accumulation, np.not_equal(world_size, 1) * 1
+    rounds, several = workload.grad_accumulation, _several(world_size)
     buckets = sum(len(filled) for filled in reductions(spec).values())
     if stage < 3:
         times = rounds if stage == 2 else 1

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import PlanError
@@ -130,6 +130,11 @@ MODELS = st.sampled_from(
 )
 
 
+# What 65,536 ranks gather for 65,536 micro-batches passes 2^63 bytes.
+HUGE = {"sequence_length": 1, "micro_batch": 1, "grad_accumulation": 65536, "attention": "eager"}
+
+
+@example("mixtral-8x22b", HUGE, {"engine": "fsdp2", "zero_stage": 2, "world_size": 65536}, "h200")
 @settings(max_examples=150, deadline=None)
 @given(MODELS, CHOICES, PARALLELISM, st.sampled_from(("h200", "t4", "mi300x", "rtx-4090")))
 def test_any_plan_is_answered_or_refused_and_its_parts_sum_up(
