@@ -31,9 +31,8 @@ from kernels.attention.blocks import (
 )
 from kernels.attention.dispatch import takes_hopper_backward, takes_hopper_forward
 from kernels.attention.masks import CAUSAL, FULL, Mask, MaskKind
+from kernels.launch import INTERPRETED, check_dtype, check_like, check_runs_here, launch
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DELTA_ROWS = 64
 
 
@@ -80,7 +79,9 @@ def flash_attention_with_lse(
     """
     q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     _check_shapes(q, k, v)
-    _check_types(q, k, v)
+    check_dtype("q", q)
+    check_like("k", k, "q", q)
+    check_like("v", v, "q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_positive("scale", scale)
     if softcap is not None:
@@ -147,16 +148,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q has {q.shape[1]} heads; it must be a multiple of k's {k.shape[1]}")
 
 
-def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q has dtype {q.dtype}; allowed are float16, bfloat16, float32")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be q's, {q.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}; it must be on q's device, {q.device}")
-
-
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value}; it must be a positive finite number")
@@ -186,17 +177,6 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if not sinks.is_floating_point() or sinks.device != q.device:
         found = f"{sinks.dtype} on {sinks.device}"
         raise ValueError(f"sinks is {found}; it must be of a float dtype on {q.device}")
-
-
-def _check_device(q: Tensor) -> None:
-    """Refuse what cannot run; shapes alone can be traced anywhere, so this waits for a real run."""
-    if not INTERPRETED and q.device.type != "cuda":
-        raise ValueError(
-            f"q is on {q.device}; it must be on a CUDA device "
-            "(or set TRITON_INTERPRET=1 before Python starts, to run slowly on the CPU)"
-        )
-    if INTERPRETED and q.dtype == torch.bfloat16:
-        raise ValueError("q is bfloat16; Triton's CPU interpreter can only do float16 and float32")
 
 
 def _new_rows(like: Tensor, head_dim: int | None = None) -> Tensor:
@@ -264,19 +244,6 @@ def _table_strides(table: Tensor | None) -> tuple[int, int]:
     return batch if table.shape[0] > 1 else 0, 0 if shared_heads else head
 
 
-def _launch(
-    kernel: Any, q: Tensor, programs: int, arguments: tuple[Any, ...], **options: Any
-) -> None:
-    """Run `programs` programs of `kernel` on q's device; `options` are its compile-time arguments."""
-    if programs == 0:
-        return
-    if INTERPRETED:
-        kernel[(programs,)](*arguments, **options)
-        return
-    with torch.cuda.device(q.device):
-        kernel[(programs,)](*arguments, **options)
-
-
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
     batch, head, row, _ = tensor.stride()
     return batch, head, row
@@ -300,7 +267,7 @@ def attention_forward(
 
     `kind` and what follows say a mask that is neither full nor causal, no softcap is 0.
     """
-    _check_device(q)
+    check_runs_here("q", q)
     batch, heads, seq_q, _ = q.shape
     out, lse = _new_rows(q, v.shape[-1]), _new_row_values(q)
     mask = _Lowered.read(causal, kind, numbers or ())
@@ -315,7 +282,7 @@ def attention_forward(
     tensors = (q, k, v, out, lse, keys_of_query, sinks, *map(_strides, (q, k, v, out)))
     sizes = (_table_strides(keys_of_query), heads, heads // k.shape[1], seq_q, k.shape[2])
     factors = (*mask.bounds(), scale * math.log2(math.e), softcap)
-    _launch(device.forward_kernel, q, programs, tensors + sizes + factors, **options)
+    launch(device.forward_kernel, (programs,), q, tensors + sizes + factors, **options)
     return out, lse
 
 
@@ -332,7 +299,7 @@ def attention_delta(out: Tensor, dout: Tensor) -> Tensor:
     programs = triton.cdiv(seq_q, DELTA_ROWS) * batch * heads
     arguments = (out, dout, delta, _strides(out), _strides(dout), heads, seq_q)
     sizes = {"VALUE_DIM": value_dim, "BLOCK_V": padded_head_dim(value_dim), "BLOCK_M": DELTA_ROWS}
-    _launch(device.delta_kernel, out, programs, arguments, **sizes)
+    launch(device.delta_kernel, (programs,), out, arguments, **sizes)
     return delta
 
 
@@ -358,7 +325,7 @@ def attention_backward(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), recomputing the weights from lse."""
-    _check_device(q)
+    check_runs_here("q", q)
     dq, dk, dv = _new_rows(q), _new_rows(k), _new_rows(v)
     batch, heads, seq_q, _ = q.shape
     kv_heads, seq_k = k.shape[1:3]
@@ -376,13 +343,13 @@ def attention_backward(
     programs = triton.cdiv(seq_k, options["BLOCK_N"]) * batch * kv_heads
     outputs = (*strides, _strides(dk), _strides(dv), _table_strides(queries_of_key), kv_heads)
     arguments = (*inputs, dk, dv, queries_of_key, *outputs, *sizes)
-    _launch(device_backward.key_gradient_kernel, q, programs, arguments, **options)
+    launch(device_backward.key_gradient_kernel, (programs,), q, arguments, **options)
 
     options = _options(q, v, Pass.QUERY_GRADIENT, mask) | {"CAPPED": softcap > 0}
     programs = triton.cdiv(seq_q, options["BLOCK_M"]) * batch * heads
     outputs = (*strides, _strides(dq), _table_strides(keys_of_query), heads)
     arguments = (*inputs, dq, keys_of_query, *outputs, *sizes)
-    _launch(device_backward.query_gradient_kernel, q, programs, arguments, **options)
+    launch(device_backward.query_gradient_kernel, (programs,), q, arguments, **options)
     return dq, dk, dv
 
 

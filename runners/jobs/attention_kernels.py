@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from kernels.attention.dispatch import Backend, Direction, last_choice
 from kernels.attention.reference import reference_attention
-from kernels.attention.triton import INTERPRETED, flash_attention
+from kernels.attention.triton import flash_attention
+from kernels.launch import INTERPRETED
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 MAX_INTERPRETED_TOKENS = 512

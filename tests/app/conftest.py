@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import accuracy_job
+from app import accuracy_job, cli
 from planner.accuracy import AccuracyReport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,3 +59,22 @@ def opened(database_url: str) -> Callable[..., AppTest]:
 @pytest.fixture
 def tiny_config() -> str:
     return TINY_CONFIG
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line on a database of its own; gives exit code, stdout and stderr."""
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", str(tmp_path / "peakmark.db"))
+    # Wide enough that no sentence is wrapped.
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["peakmark", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return call

@@ -11,29 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from app import cli
 from app.commands.output import make_table, print_line, print_table
 from planner.plan import default_plan, parse_plan
 from planner.predict import predict
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command line on a database of its own; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("PEAKMARK_DATABASE_URL", str(tmp_path / "peakmark.db"))
-    # Wide enough that no sentence is wrapped.
-    monkeypatch.setenv("COLUMNS", "400")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["peakmark", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 def test_plan_without_options_answers_the_plan_that_the_page_starts_with(run: Run) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from app import cli
 from app.commands import prove
 from db import queue
 from db.engine import open_database
@@ -37,21 +35,9 @@ CONFIG = {
 STATE = {"parameter_bytes": 100, "gradient_bytes": 100, "optimizer_bytes": 100}
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command line on a database of its own; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("PEAKMARK_DATABASE_URL", str(tmp_path / "peakmark.db"))
-    monkeypatch.setenv("COLUMNS", "400")
+@pytest.fixture(autouse=True)
+def config_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["peakmark", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -11,18 +11,17 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from tests.kernels.ptxas import assemble
+
 DIVISIBLE = [["tt.divisibility", 16]]
+WIDE_LOAD = re.compile(r"ld\.global[.\w]*\.v4\.b32|ld\.global[.\w]*\.v2\.b64")
 
 
 def compile_one(request: dict[str, Any]) -> dict[str, Any]:
@@ -44,29 +43,11 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     options = {"num_warps": request["warps"], "num_stages": request.get("stages", 3)}
     arch = request["arch"]
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return {"shared_bytes": compiled.metadata.shared} | assemble(compiled.asm["ptx"], arch)
-
-
-def assemble(ptx: str, arch: int) -> dict[str, int]:
-    """Run ptxas on `ptx`; return its registers per thread, spilled bytes and wgmma count."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    registers = re.search(r"Used (\d+) registers", log)
-    assert spilled and registers, log
-    return {
-        "registers": int(registers[1]),
-        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "wide_loads": len(re.findall(r"ld\.global[.\w]*\.v4\.b32|ld\.global[.\w]*\.v2\.b64", ptx)),
-    }
+    ptx = compiled.asm["ptx"]
+    report = {"shared_bytes": compiled.metadata.shared, "wide_loads": len(WIDE_LOAD.findall(ptx))}
+    return report | assemble(ptx, arch)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     for line in sys.stdin:
         print(json.dumps(compile_one(json.loads(line))), flush=True)

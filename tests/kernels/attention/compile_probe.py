@@ -7,20 +7,16 @@ kernel:head_dim:value_dim:block_m:block_n:num_warps:num_stages:arch:dtype:mask:c
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from kernels.attention import device, device_backward
 from kernels.attention.blocks import padded_head_dim
+from tests.kernels.ptxas import assemble
 
 KERNELS = {
     "forward": device.forward_kernel,
@@ -89,25 +85,6 @@ def compile_one(request: str) -> dict[str, Any]:
     return report | assemble(compiled.asm["ptx"], arch)
 
 
-def assemble(ptx: str, arch: int) -> dict[str, int]:
-    """Run ptxas on `ptx`; return its registers per thread, spilled bytes and wgmma count."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    registers = re.search(r"Used (\d+) registers", log)
-    assert spilled and registers, log
-    return {
-        "registers": int(registers[1]),
-        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
-        "wgmma": ptx.count("wgmma.mma_async"),
-    }
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
     for argument in sys.argv[1:]:
         print(json.dumps(compile_one(argument)), flush=True)

@@ -7,21 +7,17 @@ head_dim:dtype:causal:masked, dtype being bf16 or fp16.
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.attention import hopper_backward_device as device
 from kernels.attention.hopper_backward import KEYS, TILES
+from tests.kernels.ptxas import assemble
 
 GLUON = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
@@ -59,29 +55,15 @@ def compile_one(request: str) -> dict[str, Any]:
     source = GluonASTSource(device.backward_kernel, signature, constants, {})
     target, options = GPUTarget("cuda", 90, 32), {"num_warps": 4}
     compiled = triton.compile(source, target=target, options=options)
-    report = {"request": request, "shared_bytes": compiled.metadata.shared}
-    return report | assemble(compiled.asm["ptx"])
-
-
-def assemble(ptx: str) -> dict[str, Any]:
-    """Run ptxas on `ptx`; return spilled bytes, serialisation and instruction counts."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert spilled, log
-    return {
-        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
-        "serialised": "serialized" in log,
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "setmaxnreg": ptx.count("setmaxnreg"),
+    ptx = compiled.asm["ptx"]
+    report = {
+        "request": request,
+        "shared_bytes": compiled.metadata.shared,
         "reductions": ptx.count("cp.reduce.async.bulk.tensor"),
     }
+    return report | assemble(ptx, 90)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
     for argument in sys.argv[1:]:
         print(json.dumps(compile_one(argument)), flush=True)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -25,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from kernels.attention.hopper_common import tile_layout
 from kernels.attention.hopper_forward import forward_kernel
 from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, forward_tile
+from tests.kernels.ptxas import assemble
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,24 +85,12 @@ def compile_one(request: str) -> dict[str, Any]:
     """Compile one request; return shared memory, spills, and the instructions that must be there."""
     target = GPUTarget("cuda", 90, 32)
     compiled = triton.compile(source_of(request), target=target, options={"num_warps": 4})
-    ptx = compiled.asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert spilled, log
-    return {
+    report = {
         "request": request,
         "shared_bytes": compiled.metadata.shared,
-        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "setmaxnreg": ptx.count("setmaxnreg"),
         "follows_tile": inner_counts_follow_the_tile(compiled.asm["ttgir"]),
-        # C7510 says that products are serialised: their registers are touched while they run.
-        "serialised": "C7510" in log or "serializ" in log.lower(),
     }
+    return report | assemble(compiled.asm["ptx"], 90)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels import launch
 from kernels.attention import triton as flash
 from kernels.attention.triton import flash_attention
 
@@ -135,7 +136,7 @@ def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
         flash_attention(**change(), causal=True, scale=scale)
 
 
-@pytest.mark.skipif(not flash.INTERPRETED, reason="only the interpreter lacks bfloat16")
+@pytest.mark.skipif(not launch.INTERPRETED, reason="only the interpreter lacks bfloat16")
 def test_the_interpreter_refuses_bfloat16() -> None:
     inputs = {name: tensor.bfloat16() for name, tensor in change().items()}
     with pytest.raises(ValueError, match="q is bfloat16; Triton's CPU interpreter"):
@@ -145,6 +146,6 @@ def test_the_interpreter_refuses_bfloat16() -> None:
 def test_a_tensor_on_the_cpu_is_refused_without_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flash, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="q is on cpu; it must be on a CUDA device"):
         flash_attention(**change(), causal=True)
