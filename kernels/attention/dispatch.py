@@ -26,17 +26,19 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.attention.schedule import forward_tile
+from kernels.attention.schedule import is_persistent, single_tile
 
 VARIABLE = "PEAKMARK_ATTENTION_BACKEND"
 FIRST_GLUON = (3, 6)
 TMA_BYTES = 16
 MAX_STRIDE_BYTES = 2**40
 MAX_TILES = 2**31
-MAX_HEAD_DIM = 128
-HOPPER_MASKS = ("full", "causal")
+MAX_HEAD_DIM = 256
+HOPPER_MASKS = ("full", "causal", "window")
+MAX_BACKWARD_HEAD_DIM = 128
 HOPPER_BACKWARD_MASKS = ("full", "causal")
 ON_REQUEST = "the fp32 accumulator of its dQ is in no prediction yet: it must be asked for by name"
+UNPROVEN = "this form has not run on a GPU yet: it must be asked for by name"
 
 
 class Backend(StrEnum):
@@ -85,15 +87,15 @@ class Choice:
 
 def obstacle(problem: Problem) -> str | None:
     """Return why the Hopper forward cannot compute `problem`, or None."""
+    widest = max(problem.head_dim, problem.value_head_dim)
     found = {
         "the device is not a Hopper GPU (compute capability 9.0)": problem.capability != (9, 0),
         "Triton is older than 3.6, which brings Gluon": problem.triton_version < FIRST_GLUON,
         f"its dtype is {problem.dtype}, not bfloat16 or float16": problem.dtype
         not in (torch.bfloat16, torch.float16),
-        f"its head size {problem.head_dim} is over {MAX_HEAD_DIM}": problem.head_dim > MAX_HEAD_DIM,
-        "its values have another head size than its keys": problem.value_head_dim
-        != problem.head_dim,
-        f"its mask is of kind {problem.mask}, not full or causal": problem.mask not in HOPPER_MASKS,
+        f"its head size {widest} is over {MAX_HEAD_DIM}": widest > MAX_HEAD_DIM,
+        f"its mask is of kind {problem.mask}, not full, causal or window": problem.mask
+        not in HOPPER_MASKS,
         "its logits are changed by a softcap or sinks": not problem.plain,
         "it has no element": problem.empty,
         f"it has {problem.tiles} tiles, over {MAX_TILES - 1}": problem.tiles >= MAX_TILES,
@@ -107,6 +109,10 @@ def backward_obstacle(problem: Problem) -> str | None:
     """Return why the Hopper backward cannot compute `problem`, or None."""
     if problem.mask not in HOPPER_BACKWARD_MASKS:
         return f"its mask is of kind {problem.mask}, not full or causal"
+    if problem.head_dim > MAX_BACKWARD_HEAD_DIM:
+        return f"its head size {problem.head_dim} is over {MAX_BACKWARD_HEAD_DIM}"
+    if problem.value_head_dim != problem.head_dim:
+        return "its values have another head size than its keys"
     if problem.deterministic:
         return "deterministic algorithms are asked for, and dQ is added up in no fixed order"
     return obstacle(problem)
@@ -129,6 +135,8 @@ def choose(
         return Choice(Backend.TRITON, "triton was asked for")
     if is_backward and wanted == "auto":
         return Choice(Backend.TRITON, reason or ON_REQUEST)
+    if reason is None and wanted == "auto" and not _is_proven(problem):
+        return Choice(Backend.TRITON, UNPROVEN)
     if reason is None:
         return Choice(Backend.HOPPER, None)
     if wanted == Backend.HOPPER:
@@ -136,6 +144,12 @@ def choose(
             f"the attention backend hopper cannot do this call: {reason}; ask for auto or triton"
         )
     return Choice(Backend.TRITON, reason)
+
+
+def _is_proven(problem: Problem) -> bool:
+    """Say whether the form of the Hopper forward that takes `problem` has run on a GPU."""
+    sizes = problem.head_dim, problem.value_head_dim
+    return is_persistent(*sizes, None, None) and problem.mask in ("full", "causal")
 
 
 def misalignment(
@@ -157,7 +171,8 @@ def misalignment(
 def problem_of(tensors: dict[str, Tensor], *, mask: str, plain: bool) -> Problem:
     """Describe a call; `tensors` holds q, k and v, and whatever else TMA must read, by name."""
     q, k, v = (tensors[name] for name in ("q", "k", "v"))
-    tiles = -(-q.shape[2] // forward_tile(q.shape[-1]).rows) * q.shape[0] * q.shape[1]
+    sizes = (min(tensor.shape[-1], MAX_HEAD_DIM) for tensor in (q, v))
+    tiles = -(-q.shape[2] // single_tile(*sizes).rows) * q.shape[0] * q.shape[1]
     found = (
         name
         for name, t in tensors.items()

@@ -14,16 +14,46 @@ from torch import Tensor
 
 from kernels.attention.hopper_common import tile_descriptor
 from kernels.attention.hopper_forward import forward_kernel
+from kernels.attention.hopper_single import single_forward_kernel
+from kernels.attention.masks import UNBOUNDED
 from kernels.attention.schedule import (
     BLOCK_KEYS,
     GROUP_ROWS,
     SECTION_BYTES,
     ForwardTile,
     ForwardWork,
+    SingleTile,
+    SingleWork,
     forward_masking,
     forward_table,
     forward_tile,
+    is_persistent,
+    single_tile,
 )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+) -> None:
+    """Fill out (B, Hq, Sq, V) and lse (B, Hq, Sq, fp32, contiguous) by one of the two kernels.
+
+    q is (B, Hq, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, V), bf16 or fp16, D and V at most 256,
+    no dimension empty, strides as `tile_descriptor` wants them. A query sees `left` keys before its
+    own and `right` after it, UNBOUNDED for all: causal is a right of 0.
+    """
+    bounds = (None if bound >= UNBOUNDED else bound for bound in (left, right))
+    left_bound, right_bound = bounds
+    if is_persistent(q.shape[-1], v.shape[-1], left_bound, right_bound):
+        forward(q, k, v, out, lse, right_bound == 0, scale)
+    else:
+        single_forward(q, k, v, out, lse, left_bound, right_bound, scale)
 
 
 @lru_cache(maxsize=64)
@@ -52,7 +82,7 @@ def forward(
     tile: ForwardTile | None = None,
     section_bytes: int = SECTION_BYTES,
 ) -> None:
-    """Fill out (B, Hq, Sq, D) and lse (B, Hq, Sq, fp32, contiguous) for `attention_forward`.
+    """Fill out (B, Hq, Sq, D) and lse (B, Hq, Sq, fp32, contiguous) by the persistent kernel.
 
     q is (B, Hq, Sq, D), k and v (B, Hkv, Sk, D), bf16 or fp16, D at most 128, no dimension empty,
     strides as `tile_descriptor` wants them. `tile` and `section_bytes` are for trying out forms.
@@ -85,6 +115,49 @@ def forward(
             STAGES=tile.stages,
             CAUSAL=work.causal,
             MASK=forward_masking(work),
+            REGISTERS=tile.registers,
+            num_warps=4,
+        )
+
+
+def single_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    left: int | None,
+    right: int | None,
+    scale: float,
+    *,
+    tile: SingleTile | None = None,
+) -> None:
+    """Fill out and lse as `attend` by one program per tile; a bound is None where there is none.
+
+    Holds nothing beside them. `tile` is for trying out forms.
+    """
+    batch, heads, seq_q, head_dim = q.shape
+    tile = tile or single_tile(head_dim, v.shape[-1])
+    kv_heads, seq_k = k.shape[1:3]
+    work = SingleWork(seq_q=seq_q, seq_k=seq_k, left=left, right=right, tile=tile).bounded()
+    q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
+    k_d, v_d = (tile_descriptor(tensor, tile.keys, tile.columns) for tensor in (k, v))
+    qx_d, kx_d = q_d, k_d
+    if tile.extra:
+        qx_d = tile_descriptor(q, GROUP_ROWS, tile.extra)
+        kx_d = tile_descriptor(k, tile.keys, tile.extra)
+    sizes = (seq_q, seq_k, heads, heads // kv_heads, work.upper, work.lower)
+    with torch.cuda.device(q.device):
+        single_forward_kernel[(work.row_tiles * batch * heads,)](
+            *(q_d, k_d, v_d, out_d, qx_d, kx_d, lse, scale * math.log2(math.e), *sizes),
+            NC=tile.groups,
+            BM=GROUP_ROWS,
+            BN=tile.keys,
+            D=tile.columns,
+            EXTRA=tile.extra,
+            STAGES=tile.stages,
+            RIGHT=work.right is not None,
+            LEFT=work.left is not None,
             REGISTERS=tile.registers,
             num_warps=4,
         )

@@ -1,6 +1,6 @@
-"""Who computes which tile: the lists that the persistent Hopper kernel walks. Pure, no GPU.
+"""Who computes which tile in the Hopper forward, and which keys it visits. Pure, no GPU.
 
-A row tile is `groups` x GROUP_ROWS query rows of one head. Under a causal mask late tiles see more
+The persistent kernel walks lists of tiles made here; the other runs one program per tile. A row tile is `groups` x GROUP_ROWS query rows of one head. Under a causal mask late tiles see more
 keys than early ones, so tiles are dealt out longest first, each to the worker that is free first.
 Heads are taken in sections whose keys and values fit the L2 cache together.
 """
@@ -145,3 +145,108 @@ def forward_masking(work: ForwardWork) -> int:
     offset = work.seq_k - work.seq_q
     aligned = offset >= 0 and offset % GROUP_ROWS == 0
     return Masking.FIRST_BLOCK if aligned else Masking.EVERY_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTile:
+    """Form of the kernel that runs one program per tile: windows, large and unequal heads.
+
+    `columns` of values and outputs, and `extra` more of queries and keys; warp groups of 64 query
+    rows, registers of their threads, keys of a block, and blocks of keys and of values in the rings.
+    """
+
+    columns: int
+    groups: int
+    registers: int
+    keys: int = BLOCK_KEYS
+    extra: int = 0
+    stages: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one tile."""
+        return self.groups * GROUP_ROWS
+
+
+# By the largest head size of queries and keys, and of values; checked like FORWARD_TILES.
+SINGLE_TILES = {
+    (64, 64): SingleTile(64, 3, 160),
+    (128, 128): SingleTile(128, 2, 240),
+    (192, 128): SingleTile(128, 2, 240, extra=64),
+    (256, 256): SingleTile(256, 2, 240, keys=64),
+}
+
+
+def single_tile(head_dim: int, value_head_dim: int) -> SingleTile:
+    """Return the tile for head sizes of at most 256; columns beyond the heads are read as zero."""
+    return next(
+        tile
+        for (most, most_values), tile in SINGLE_TILES.items()
+        if head_dim <= most and value_head_dim <= most_values
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleWork:
+    """The blocks that a tile visits: query i stands at key i + seq_k - seq_q.
+
+    It sees `left` keys before that and `right` after it, None for all (causal is a right of 0).
+    """
+
+    seq_q: int
+    seq_k: int
+    left: int | None
+    right: int | None
+    tile: SingleTile
+
+    def bounded(self) -> SingleWork:
+        """Return this work without a bound that hides no key from any query."""
+        hides_left = self.left is not None and self.left < self.seq_k - 1
+        hides_right = self.right is not None and self.right < self.seq_q - 1
+        return replace(
+            self,
+            left=self.left if hides_left else None,
+            right=self.right if hides_right else None,
+        )
+
+    @property
+    def upper(self) -> int:
+        """What to add to a query for the last key it sees; read with a right bound only."""
+        return self.seq_k - self.seq_q + (self.right or 0)
+
+    @property
+    def lower(self) -> int:
+        """What to add to a query for the first key it sees; read with a left bound only."""
+        return self.seq_k - self.seq_q - (self.left or 0)
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles of one head."""
+        return -(-self.seq_q // self.tile.rows)
+
+    def seen_blocks(self, first_row: int, end_row: int) -> range:
+        """Return the key blocks that a run of rows visits: at least one, masked if none is seen."""
+        keys = self.tile.keys
+        end = self.seq_k if self.right is None else min(self.seq_k, end_row + self.upper)
+        end_block = max(1, -(-end // keys))
+        if self.left is None:
+            return range(end_block)
+        return range(min(max(first_row + self.lower, 0) // keys, end_block - 1), end_block)
+
+    def whole_blocks(self, row: int) -> range:
+        """Return those blocks of a group of GROUP_ROWS rows that are not masked: all is seen."""
+        keys, end_row = self.tile.keys, row + GROUP_ROWS
+        seen = self.seen_blocks(row, end_row)
+        stop = self.seq_k
+        if self.right is not None:
+            stop = min(stop, max(row + self.upper + 1, 0))
+        whole_end = max(min(stop // keys, seen.stop), seen.start)
+        start = seen.start
+        if self.left is not None:
+            start = max(start, -(-max(end_row - 1 + self.lower, 0) // keys))
+        return range(min(start, whole_end), whole_end)
+
+
+def is_persistent(head_dim: int, value_head_dim: int, left: int | None, right: int | None) -> bool:
+    """Say whether the persistent kernel takes a call: full or causal, like heads up to 128."""
+    return head_dim == value_head_dim <= MAX_HEAD_DIM and left is None and right in (None, 0)

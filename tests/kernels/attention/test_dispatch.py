@@ -48,9 +48,8 @@ def test_hopper_computes_what_it_can(change: dict[str, object]) -> None:
         ({"capability": None}, "not a Hopper GPU"),
         ({"triton_version": (3, 5)}, "Triton is older"),
         ({"dtype": torch.float32}, "dtype is torch.float32"),
-        ({"head_dim": 256, "value_head_dim": 256}, "head size 256"),
-        ({"value_head_dim": 64}, "another head size"),
-        ({"mask": "window"}, "of kind window"),
+        ({"value_head_dim": 264}, "head size 264"),
+        ({"mask": "prefix"}, "of kind prefix"),
         ({"plain": False}, "softcap or sinks"),
         ({"empty": True}, "no element"),
         ({"tiles": 2**31}, "2147483648 tiles"),
@@ -66,6 +65,23 @@ def test_triton_takes_the_rest_and_the_reason_is_told(
     assert choice.reason is not None and reason in choice.reason
     with pytest.raises(ValueError, match=reason):
         dispatch.choose(problem, "hopper")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask": "window"},
+        {"head_dim": 256, "value_head_dim": 256},
+        {"head_dim": 192},
+        {"value_head_dim": 64},
+    ],
+)
+def test_forms_without_a_gpu_run_are_taken_only_where_they_are_named(
+    change: dict[str, object],
+) -> None:
+    problem = replace(HOPPER, **change)
+    assert dispatch.choose(problem) == dispatch.Choice(Backend.TRITON, dispatch.UNPROVEN)
+    assert dispatch.choose(problem, "hopper").backend is Backend.HOPPER
 
 
 def test_triton_can_be_asked_for_and_nonsense_is_refused() -> None:
@@ -126,7 +142,13 @@ def test_the_hopper_backward_runs_only_where_it_is_named() -> None:
     assert auto == dispatch.Choice(Backend.TRITON, dispatch.ON_REQUEST)
     named = dispatch.choose(HOPPER, "hopper", Direction.BACKWARD)
     assert named == dispatch.Choice(Backend.HOPPER, None)
-    for change, said in (({"mask": "window"}, "kind window"), ({"deterministic": True}, "order")):
+    refused = [
+        ({"mask": "window"}, "kind window"),
+        ({"deterministic": True}, "order"),
+        ({"head_dim": 192}, "head size 192"),
+        ({"value_head_dim": 64}, "another head size"),
+    ]
+    for change, said in refused:
         with pytest.raises(ValueError, match=said):
             dispatch.choose(replace(HOPPER, **change), "hopper", Direction.BACKWARD)
 

@@ -1,0 +1,398 @@
+"""Attention forward for Hopper, in Gluon, one program per tile: windows, large and unequal heads.
+
+What `kernels.attention.hopper_forward` does not take. A program computes one row tile of one head
+and ends: nothing is carried from tile to tile, and where a block lies in the rings follows from its
+number alone. One warp loads by TMA; two or three warp groups of 64 query rows each keep their
+weights P in registers and compute the softmax of one key block while the tensor cores multiply the
+next. Row i sees the keys from i + lower (LEFT) to i + upper (RIGHT), as far as those bounds are
+there. Key blocks run from the last visible one down; those that a group sees whole are not masked.
+
+Heads of keys may be wider than those of values: D columns and EXTRA more are multiplied in turn
+(192 = 128 + 64: sizes of tiles are powers of two), and values and outputs have D columns.
+
+Barriers: K and V have separate full (one arrival and bytes) and free (one arrival per group) rings
+of STAGES blocks. The producer starts with phase 1, which a fresh barrier passes, the consumers with
+0. A group that does not need a block still waits for it and frees it.
+"""
+
+# ruff: noqa: N803, RUF059 (compile-time arguments are upper case, and tuples of arguments are
+# unpacked whole, as Triton code has them)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.attention.hopper_common import barriers
+
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _own_tile(sizes, NC: gl.constexpr, BM: gl.constexpr):
+    """Return batch, head and first row of this program; late rows first: causal, they see most."""
+    seq_q, seq_k, heads, group, upper, lower = sizes
+    tiles = gl.cdiv(seq_q, NC * BM)
+    head = gl.program_id(0) // tiles
+    row = (tiles - 1 - gl.program_id(0) % tiles) * (NC * BM)
+    return head // heads, head % heads, row
+
+
+@gluon.jit
+def _seen_blocks(
+    first_row, end_row, sizes, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr
+):
+    """Return the first key block that rows see and the end of them: at least one, maybe unseen."""
+    seq_q, seq_k, heads, group, upper, lower = sizes
+    end = seq_k
+    if RIGHT:
+        end = gl.minimum(seq_k, end_row + upper)
+    end_block = gl.maximum(gl.cdiv(end, BN), 1)
+    first_block = 0
+    if LEFT:
+        first_block = gl.minimum(gl.maximum(first_row + lower, 0) // BN, end_block - 1)
+    return first_block, end_block
+
+
+@gluon.jit
+def _whole_blocks(
+    row, first, end, sizes,
+    BM: gl.constexpr, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Return the run of the blocks first..end of which each of BM rows sees every key.
+
+    Without `first` or `end` - 1 where those are not whole; empty (both alike) if there are none.
+    """
+    seq_q, seq_k, heads, group, upper, lower = sizes
+    stop = seq_k
+    if RIGHT:
+        stop = gl.minimum(seq_k, gl.maximum(row + upper + 1, 0))
+    whole_end = gl.maximum(gl.minimum(stop // BN, end), first)
+    whole_first = first
+    if LEFT:
+        start = gl.cdiv(gl.maximum(row + BM - 1 + lower, 0), BN)
+        whole_first = gl.minimum(gl.maximum(start, first), whole_end)
+    return whole_first, whole_end
+
+
+@gluon.jit
+def _produce(
+    descriptors, sizes, tiles, bars,
+    NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, EXTRA: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Load Q once and K, V block by block."""
+    seq_q, seq_k, heads, group, upper, lower = sizes
+    q_d, k_d, v_d, o_d, qx_d, kx_d = descriptors
+    q_s, k_s, v_s, qx_s, kx_s = tiles
+    q_full, k_full, k_free, v_full, v_free = bars
+    batch, head, tile_row = _own_tile(sizes, NC, BM)
+    first, end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
+    kv_head = head // group
+    q_bytes: gl.constexpr = q_d.block_type.nbytes
+    k_bytes: gl.constexpr = k_d.block_type.nbytes
+    # Both are D + EXTRA columns wide, and D a power of two.
+    q_all: gl.constexpr = q_bytes // D * (D + EXTRA)
+    k_all: gl.constexpr = k_bytes // D * (D + EXTRA)
+    for j in range(end - first):
+        slot = j % STAGES
+        phase = (j // STAGES & 1) ^ 1
+        key = (end - 1 - j) * BN
+        mbarrier.wait(k_free.index(slot), phase)
+        mbarrier.expect(k_full.index(slot), k_all)
+        tma.async_copy_global_to_shared(
+            k_d, [batch, kv_head, key, 0], k_full.index(slot), k_s.index(slot)
+        )
+        if EXTRA > 0:
+            tma.async_copy_global_to_shared(
+                kx_d, [batch, kv_head, key, D], k_full.index(slot), kx_s.index(slot)
+            )
+        if j == 0:
+            for c in gl.static_range(NC):
+                row = tile_row + c * BM
+                mbarrier.expect(q_full.index(c), q_all)
+                tma.async_copy_global_to_shared(
+                    q_d, [batch, head, row, 0], q_full.index(c), q_s.index(c)
+                )
+                if EXTRA > 0:
+                    tma.async_copy_global_to_shared(
+                        qx_d, [batch, head, row, D], q_full.index(c), qx_s.index(c)
+                    )
+        mbarrier.wait(v_free.index(slot), phase)
+        mbarrier.expect(v_full.index(slot), v_d.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            v_d, [batch, kv_head, key, 0], v_full.index(slot), v_s.index(slot)
+        )
+
+
+@gluon.jit
+def _pass_block(j, bars, STAGES: gl.constexpr):
+    """Wait for a block that this group does not need, and free it."""
+    q_full, k_full, k_free, v_full, v_free = bars
+    slot = j % STAGES
+    phase = j // STAGES & 1
+    mbarrier.wait(k_full.index(slot), phase)
+    mbarrier.arrive(k_free.index(slot))
+    mbarrier.wait(v_full.index(slot), phase)
+    mbarrier.arrive(v_free.index(slot))
+
+
+@gluon.jit
+def _scores(
+    j, tiles, bars, zero,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Wait for the keys of block j and start Q K^T."""
+    q_s, k_s, v_s, qx_s, kx_s = tiles
+    q_full, k_full, k_free, v_full, v_free = bars
+    slot = j % STAGES
+    mbarrier.wait(k_full.index(slot), j // STAGES & 1)
+    q = q_s.index(C).reshape([BM, D])
+    keys = k_s.index(slot).reshape([BN, D]).permute((1, 0))
+    s = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+    if EXTRA > 0:
+        qx = qx_s.index(C).reshape([BM, EXTRA])
+        keys_x = kx_s.index(slot).reshape([BN, EXTRA]).permute((1, 0))
+        s = warpgroup_mma(qx, keys_x, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _weigh(
+    j, pb, acc, tiles, bars, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Wait for the values of block j and start adding P V."""
+    q_s, k_s, v_s, qx_s, kx_s = tiles
+    q_full, k_full, k_free, v_full, v_free = bars
+    slot = j % STAGES
+    mbarrier.wait(v_full.index(slot), j // STAGES & 1)
+    return warpgroup_mma(pb, v_s.index(slot).reshape([BN, D]), acc, is_async=True)
+
+
+@gluon.jit
+def _mask(
+    s, row, first_key, sizes,
+    BM: gl.constexpr, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Set the scores of invisible keys to -inf."""
+    seq_q, seq_k, heads, group, upper, lower = sizes
+    rows = row + gl.arange(0, BM, gl.SliceLayout(1, s.type.layout))
+    # A zero that the compiler cannot see through: were the mask known to be the same in every
+    # block, it would be kept in registers, and those spill.
+    first_key = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [first_key], dtype=gl.int32, is_pure=False, pack=1
+    )
+    keys = first_key + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
+    last_key = rows * 0 + (seq_k - 1)
+    if RIGHT:
+        last_key = gl.minimum(rows + upper, seq_k - 1)
+    visible = last_key[:, None] >= keys[None, :]
+    if LEFT:
+        visible = visible & (keys[None, :] >= (rows + lower)[:, None])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _anchor(m, MASKED: gl.constexpr):
+    """Return what to subtract from a row's scores: its peak, or 0 where it has seen no key yet."""
+    if MASKED:
+        m = gl.where(m == float("-inf"), 0.0, m)
+    return m
+
+
+@gluon.jit
+def _lane_sum(p, BM: gl.constexpr, BN: gl.constexpr):
+    """Sum the columns that one thread holds; the four lanes of a row are added once, at the end."""
+    return gl.sum(gl.sum(p.reshape([BM, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _attend_block(
+    j, key, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
+    C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
+    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Multiply block j's keys and block j - 1's values; return the state after block j's softmax."""
+    q_full, k_full, k_free, v_full, v_free = bars
+    s_t = _scores(j, tiles, bars, zero, C, BM, BN, D, EXTRA, STAGES)
+    acc_t = _weigh(j - 1, pb, acc, tiles, bars, BN, D, STAGES)
+    s = warpgroup_mma_wait(1, deps=(s_t,))
+    mbarrier.arrive(k_free.index(j % STAGES))
+    if MASKED:
+        s = _mask(s, row, key, sizes, BM, BN, RIGHT, LEFT)
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    alpha = gl.exp2(m - _anchor(m_new, MASKED))
+    p = gl.exp2(s * scale_log2 - _anchor(m_new, MASKED)[:, None])
+    lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
+    sums = sums * lane_alpha[:, None] + _lane_sum(p, BM, BN)
+    acc = warpgroup_mma_wait(0, deps=(acc_t,))
+    mbarrier.arrive(v_free.index((j - 1) % STAGES))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return m_new, sums, acc, gl.convert_layout(p.to(pb.dtype), pb.type.layout)
+
+
+@gluon.jit
+def _store(
+    o_d, lse_ptr, m, sums, acc, batch, head, row, sizes, o_s, BM: gl.constexpr, D: gl.constexpr
+):
+    """Divide the output by the row sums and store it, with the logsumexp (-inf without a key)."""
+    seq_q, seq_k, heads, group, upper, lower = sizes
+    total = gl.convert_layout(gl.sum(sums, 1), m.type.layout)
+    inverse = gl.where(total > 0, 1 / total, 0.0)
+    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
+    # The group's queries are not needed any more: the output takes their place.
+    o_s.reshape([BM, D]).store(acc.to(o_d.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_d, [batch, head, row, 0], o_s)
+    rows = row + gl.arange(0, BM, m.type.layout)
+    first = (batch.to(gl.int64) * heads + head) * seq_q
+    gl.store(lse_ptr + first + rows, (m + gl.log2(total)) * LN_2, mask=rows < seq_q)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
+    C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    EXTRA: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Attend the BM query rows of group C."""
+    s_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    o_l: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
+    q_d, k_d, v_d, o_d, qx_d, kx_d = descriptors
+    q_s, k_s, v_s, qx_s, kx_s = tiles
+    q_full, k_full, k_free, v_full, v_free = bars
+    batch, head, tile_row = _own_tile(sizes, NC, BM)
+    row = tile_row + C * BM
+    tile_first, tile_end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
+    first, end = _seen_blocks(row, row + BM, sizes, BN, RIGHT, LEFT)
+    whole_first, whole_end = _whole_blocks(row, first, end, sizes, BM, BN, RIGHT, LEFT)
+    # Blocks by their order: j = 0 is the tile's last, `start` this group's own last, then come those
+    # masked at its upper end, the whole ones, those masked at its lower end, and others' at `stop`.
+    last = tile_end - 1
+    start = tile_end - end
+    stop = tile_end - first
+    whole_start = gl.maximum(tile_end - whole_end, start + 1)
+    whole_stop = gl.maximum(tile_end - whole_first, whole_start)
+    for j in range(start):
+        _pass_block(j, bars, STAGES)
+    zero = gl.zeros([BM, BN], gl.float32, s_l)
+    mbarrier.wait(q_full.index(C), 0)
+    s_t = _scores(start, tiles, bars, zero, C, BM, BN, D, EXTRA, STAGES)
+    s = warpgroup_mma_wait(0, deps=(s_t,))
+    mbarrier.arrive(k_free.index(start % STAGES))
+    s = _mask(s, row, (last - start) * BN, sizes, BM, BN, RIGHT, LEFT)
+    m = gl.max(s, 1) * scale_log2
+    p = gl.exp2(s * scale_log2 - _anchor(m, True)[:, None])
+    sums = _lane_sum(p, BM, BN)
+    pb = gl.convert_layout(p.to(o_d.dtype), p_l)
+    acc = gl.zeros([BM, D], gl.float32, o_l)
+    for j in range(start + 1, whole_start):
+        m, sums, acc, pb = _attend_block(
+            j, (last - j) * BN, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
+            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, True,
+        )  # fmt: skip
+    for j in range(whole_start, whole_stop):
+        m, sums, acc, pb = _attend_block(
+            j, (last - j) * BN, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
+            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, False,
+        )  # fmt: skip
+    for j in range(whole_stop, stop):
+        m, sums, acc, pb = _attend_block(
+            j, (last - j) * BN, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
+            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, True,
+        )  # fmt: skip
+    acc_t = _weigh(stop - 1, pb, acc, tiles, bars, BN, D, STAGES)
+    acc = warpgroup_mma_wait(0, deps=(acc_t,))
+    mbarrier.arrive(v_free.index((stop - 1) % STAGES))
+    for j in range(stop, tile_end - tile_first):
+        _pass_block(j, bars, STAGES)
+    _store(o_d, lse_ptr, m, sums, acc, batch, head, row, sizes, q_s.index(C), BM, D)
+
+
+@gluon.jit(do_not_specialize=["seq_q", "seq_k", "heads", "group", "upper", "lower"])
+def single_forward_kernel(
+    q_d, k_d, v_d, o_d, qx_d, kx_d, lse_ptr, scale_log2, seq_q, seq_k, heads, group, upper, lower,
+    NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
+    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute one tile of out and lse: NC groups of BM query rows, BN keys per block.
+
+    qx_d and kx_d describe q and k in tiles of EXTRA columns; without EXTRA they are not read.
+    """
+    sizes = (seq_q, seq_k, heads, group, upper, lower)
+    descriptors = (q_d, k_d, v_d, o_d, qx_d, kx_d)
+    dtype: gl.constexpr = q_d.dtype
+    # Without EXTRA the smallest tile, which nothing touches.
+    extra_rows: gl.constexpr = BM if EXTRA > 0 else 8
+    extra_keys: gl.constexpr = BN if EXTRA > 0 else 8
+    extra_columns: gl.constexpr = EXTRA if EXTRA > 0 else D
+    tiles = (
+        gl.allocate_shared_memory(dtype, [NC, 1, 1, BM, D], q_d.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_d.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_d.layout),
+        gl.allocate_shared_memory(dtype, [NC, 1, 1, extra_rows, extra_columns], qx_d.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, extra_keys, extra_columns], kx_d.layout),
+    )
+    bars = (
+        barriers(NC, 1),
+        barriers(STAGES, 1),
+        barriers(STAGES, NC),
+        barriers(STAGES, 1),
+        barriers(STAGES, NC),
+    )
+    fence_async_shared()
+    # Argument tuples are spelled out: adding tuples would lose the compile-time arguments.
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
+                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                )),
+                (_consume, (
+                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
+                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                )),
+                (_produce, (
+                    descriptors, sizes, tiles, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
+                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                )),
+                (_consume, (
+                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
+                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                )),
+                (_consume, (
+                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
+                    2, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                )),
+                (_produce, (
+                    descriptors, sizes, tiles, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
+                )),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip
