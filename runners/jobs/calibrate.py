@@ -16,7 +16,9 @@ import torch
 from planner.calibration import Curve
 from planner.errors import PlanError
 from runners.contract import JobKind
-from runners.jobs.calibrate_cases import DTYPES, Case, collective_sizes, local_cases
+from runners.jobs.calibrate_case import DTYPES, Case
+from runners.jobs.calibrate_cases import collective_sizes, local_cases
+from runners.jobs.calibrate_host import measure_host
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.stopwatch import Stopwatch, Work
 from runners.launch import MAX_RANKS
@@ -72,6 +74,12 @@ def measure_calibration(session: JobSession) -> None:
             measured["device_bytes"] = device_used_bytes(session.device)
         # The others wait here for rank 0.
         world.gather({"rank": world.launch.rank})
+    if session.launch.rank == 0:
+        measured["host"] = []
+        for row in measure_host(session.device, spec.seed, start_s + budget_s):
+            session.events.phase("host", **{k: row[k] for k in ("family", "engine", "stage")})
+            measured["host"].append(row)
+        measured["duration_s"] = time.monotonic() - start_s
 
 
 def _measure_locally(session: JobSession, watch: Stopwatch, ends_at: float) -> None:

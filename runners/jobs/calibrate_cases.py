@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -12,52 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention.dispatch import Direction, last_choice
+from planner.attention.problem import AttentionProblem
 from planner.units import GIB_BYTES, KIB_BYTES, MIB_BYTES
-from runners.jobs.attention_kernels import KERNELS, AttentionShape, reason_to_skip
-from runners.jobs.stopwatch import Stopwatch, Work
+from runners.jobs.attention_kernels import KERNELS, reason_to_skip
+from runners.jobs.calibrate_case import DTYPES, Case, HostCase, Prepare, SustainedCase
+from runners.jobs.calibrate_kinds import kind_cases
+from runners.jobs.stopwatch import Work
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # A backward computes five products of scores' size where the forward computes two.
 _BACKWARD_FLOPS_FACTOR = 2.5
 _NORM_WIDTH = 4096
 _LAUNCHES = 200
 # One number is read and written.
 _SMALLEST_BYTES = 8
-Prepare = Callable[[torch.device], Work]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One point to measure: `prepare` makes the tensors and returns the work on them."""
-
-    group: str
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    flops: float
-    prepare: Prepare
-
-    @property
-    def measured_operation(self) -> str:
-        """What was measured, once it was."""
-        return self.operation
-
-    def times_s(self, watch: Stopwatch, device: torch.device) -> list[float]:
-        """Measure it on the device's stream."""
-        return watch.device_times_s(self.prepare(device))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCase(Case):
-    """A point that the host's clock measures: `calls` in a row, waiting for each or for none."""
-
-    calls: int = 1
-    waits: bool = False
-
-    def times_s(self, watch: Stopwatch, device: torch.device) -> list[float]:
-        """Measure it on the host's clock."""
-        return watch.host_times_s(self.prepare(device), calls=self.calls, waits=self.waits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +46,7 @@ def local_cases(device: torch.device) -> list[Case]:
     cases = [*_launches(), *(_copies_to_host() if is_cuda else ())]
     cases += _memory_bound(is_cuda)
     cases += _matrix_products(is_cuda)
+    cases += kind_cases(is_cuda)
     cases += _attention(device)
     return cases
 
@@ -213,6 +181,7 @@ def _matrix_products(is_cuda: bool) -> Iterator[Case]:
         yield _product("nt", size, size, size, "bf16")
     for size in [s for s in squares if s <= 8192]:
         yield _product("nt", size, size, size, "fp32")
+    yield from _batched_products(is_cuda)
     if not is_cuda:
         yield from (_product(layout, 64, 32, 128, "bf16") for layout in ("nn", "tn"))
         return
@@ -223,6 +192,64 @@ def _matrix_products(is_cuda: bool) -> Iterator[Case]:
                 yield _product("nn", tokens, hidden, outer, "bf16")
                 yield _product("tn", outer, hidden, tokens, "bf16")
         yield _product("nt", 4096, 128256, hidden, "bf16")
+    for layout, m, n, k in (("nt", 4096, 14336, 4096), ("nn", 4096, 4096, 14336)):
+        alone = _product(layout, m, n, k, "bf16")
+        lasting = {"operation": f"{alone.operation}_sustained"}
+        yield SustainedCase(**{f.name: getattr(alone, f.name) for f in fields(alone)} | lasting)
+
+
+def _batched_products(is_cuda: bool) -> Iterator[Case]:
+    """Scores and their use as eager attention computes them, and products of groups of rows."""
+    shapes = ((1024, 64), (2048, 64), (1024, 128), (2048, 128), (4096, 128))
+    for length, size in shapes if is_cuda else ((64, 16),):
+        batch = 32
+        for layout, m, n, k in (
+            ("nt", length, length, size),
+            ("nn", length, size, length),
+            ("tn", length, size, length),
+        ):
+            yield Case(
+                group="matmul",
+                operation=f"bmm_{layout}",
+                shape=(m, n, k, batch),
+                dtype="bf16",
+                bytes=2 * batch * (m * k + k * n + m * n),
+                flops=2.0 * batch * m * n * k,
+                prepare=partial(_multiply_batch, layout, m, n, k, batch),
+            )
+    if not is_cuda:
+        return
+    for rows, n, k, experts in (
+        (8192, 28672, 4096, 8),
+        (8192, 4096, 14336, 8),
+        (32768, 1536, 2048, 128),
+        (32768, 2048, 768, 128),
+        (8192, 1536, 2048, 128),
+    ):
+        yield Case(
+            group="matmul",
+            operation="grouped_mm",
+            shape=(rows, n, k, experts),
+            dtype="bf16",
+            bytes=2 * (rows * k + experts * k * n + rows * n),
+            flops=2.0 * rows * n * k,
+            prepare=partial(_multiply_groups, rows, n, k, experts),
+        )
+
+
+def _multiply_batch(layout: str, m: int, n: int, k: int, batch: int, device: torch.device) -> Work:
+    a = _draw(device, "bf16", batch, *((k, m) if layout[0] == "t" else (m, k)))
+    b = _draw(device, "bf16", batch, *((n, k) if layout[1] == "t" else (k, n)))
+    left = a.transpose(1, 2) if layout[0] == "t" else a
+    right = b.transpose(1, 2) if layout[1] == "t" else b
+    return lambda: torch.bmm(left, right)
+
+
+def _multiply_groups(rows: int, n: int, k: int, experts: int, device: torch.device) -> Work:
+    a, weights = _draw(device, "bf16", rows, k), _draw(device, "bf16", experts, k, n)
+    share = rows // experts
+    ends = torch.arange(share, rows + 1, share, device=device, dtype=torch.int32)
+    return lambda: torch._grouped_mm(a, weights, offs=ends)
 
 
 def _product(layout: str, m: int, n: int, k: int, dtype: str) -> Case:
@@ -250,7 +277,7 @@ def _attention(device: torch.device) -> Iterator[Case]:
     tokens, hidden = (16384, 2048) if device.type == "cuda" else (128, 64)
     lengths = (1024, 4096, 16384) if device.type == "cuda" else (64,)
     shapes = [
-        AttentionShape(
+        AttentionProblem(
             batch=tokens // length,
             heads=hidden // head_dim,
             kv_heads=hidden // head_dim // 4,
@@ -274,7 +301,7 @@ def _attention(device: torch.device) -> Iterator[Case]:
             yield OwnAttentionCase(direction=backward, **fields)
 
 
-def _attend_fields(kernel: str, shape: AttentionShape, *, backward: bool) -> dict[str, Any]:
+def _attend_fields(kernel: str, shape: AttentionProblem, *, backward: bool) -> dict[str, Any]:
     tokens = shape.batch * shape.sequence_length
     query_bytes = 2 * tokens * shape.heads * shape.head_dim
     key_bytes = 2 * tokens * shape.kv_heads * shape.head_dim
@@ -294,7 +321,7 @@ def _attend_fields(kernel: str, shape: AttentionShape, *, backward: bool) -> dic
     }
 
 
-def _attend(kernel: str, shape: AttentionShape, backward: bool, device: torch.device) -> Work:
+def _attend(kernel: str, shape: AttentionProblem, backward: bool, device: torch.device) -> Work:
     size = (shape.batch, shape.heads, shape.sequence_length, shape.head_dim)
     key_size = (shape.batch, shape.kv_heads, shape.sequence_length, shape.head_dim)
     inputs = [_draw(device, "bf16", *s).requires_grad_() for s in (size, key_size, key_size)]

@@ -55,6 +55,18 @@ class Stopwatch:
         self.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in marks]
 
+    def together_times_s(self, work: Work, number: int) -> list[float]:
+        """Return the mean time of `number` repetitions without a pause, once for each."""
+        if self._device.type != "cuda":
+            return [self._host_time_s(work) for _ in range(number)]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(number):
+            work()
+        end.record()
+        self.synchronize()
+        return [start.elapsed_time(end) / 1000 / number] * number
+
     def host_times_s(self, work: Work, *, calls: int = 1, waits: bool = False) -> list[float]:
         """Return the host's time per call, over `calls` in a row; `waits` for the device each time."""
         number = self._repetitions(work)

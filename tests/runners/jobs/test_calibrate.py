@@ -16,6 +16,8 @@ from planner.errors import PlanError
 from runners.contract import JobSpec
 from runners.jobs.calibrate import parse_calibration
 from runners.jobs.calibrate_cases import local_cases
+from runners.jobs.calibrate_host import DEPTHS, HostCase, host_cases, small_config
+from runners.jobs.calibrate_kinds import kind_cases
 from runners.launch import job_command
 
 ROOT = Path(__file__).parents[3]
@@ -50,8 +52,13 @@ def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:
     events = (tmp_path / "run" / "events-rank0.jsonl").read_text().splitlines()
     phases = [json.loads(line).get("name") for line in events]
     assert [name for name in dict.fromkeys(phases) if name] == [
-        *("collectives", "launch", "memory", "matmul", "attention")
+        *("collectives", "launch", "memory", "matmul", "kinds", "attention", "host")
     ]
+    [host] = result["measured"]["host"]
+    assert (host["family"], host["engine"], host["stage"]) == ("llama", "peakmark", 0)
+    shallow, deep = host["depths"]
+    assert (shallow["layers"], deep["layers"]) == DEPTHS
+    assert all(0 < shallow[f"{phase}_s"] < deep[f"{phase}_s"] for phase in ("forward", "backward"))
 
 
 def test_points_say_what_they_move_and_compute() -> None:
@@ -72,10 +79,40 @@ def test_points_say_what_they_move_and_compute() -> None:
     assert cases["attention_backward_sdpa", (2, 4, 1, 64, 16)].flops == 2.5 * forward.flops
 
 
+def test_a_family_is_made_small_by_its_own_names() -> None:
+    assert small_config("gpt2", 3) == {
+        "model_type": "gpt2",
+        "vocab_size": 1024,
+        "n_embd": 256,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 1024,
+    }
+    config = small_config("qwen2", 8)
+    # Two key-value heads for fourteen query heads stay two, for four.
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (8, 256)
+
+
+@pytest.mark.parametrize("case", host_cases(is_cuda=True), ids=repr)
+def test_every_case_of_the_host_is_a_plan(case: HostCase) -> None:
+    for layers in DEPTHS:
+        plan = case.plan(layers)
+        assert (plan.model.family, plan.model.num_layers) == (case.family, layers)
+        assert plan.parallelism.world_size == (8 if case.stage else 1)
+
+
+def test_kinds_of_operations_count_what_they_move() -> None:
+    cases = {(c.operation, c.dtype): c for c in kind_cases(is_cuda=False)}
+    # 65,536 numbers: 2 bytes read and 4 written; read twice and written once in bf16.
+    assert cases["kind_cast_up", "bf16"].bytes == 6 * 65536
+    assert cases["kind_binary_warm", "bf16"].bytes == 6 * 65536
+
+
 def test_nothing_is_begun_after_the_budget(tmp_path: Path) -> None:
     code, result = _run(tmp_path / "run", ranks=1, budget_s=1e-9)
     assert (code, result["outcome"]) == (0, "done")
-    assert result["measured"]["curves"] == []
+    assert result["measured"]["curves"] == result["measured"]["host"] == []
     assert len(result["measured"]["left_out"]) == len(local_cases(torch.device("cpu")))
 
 
