@@ -83,15 +83,17 @@ def _launches() -> Iterator[Case]:
     yield host("launch_elementwise", "fp32", small, calls=_LAUNCHES, waits=False)
     yield host("launch_matmul", "bf16", product, calls=_LAUNCHES, waits=False)
     yield host("synchronize", "fp32", nothing, calls=1, waits=True)
-    yield Case(
-        group="launch",
-        operation="kernel_smallest",
-        shape=(1,),
-        dtype="fp32",
-        bytes=_SMALLEST_BYTES,
-        flops=0.0,
-        prepare=small,
-    )
+    # What passes between the two events around no work is part of every other point's time.
+    for operation, prepare in (("kernel_none", nothing), ("kernel_smallest", small)):
+        yield Case(
+            group="launch",
+            operation=operation,
+            shape=(1,),
+            dtype="fp32",
+            bytes=_SMALLEST_BYTES,
+            flops=0.0,
+            prepare=prepare,
+        )
 
 
 def _copies_to_host() -> Iterator[Case]:
