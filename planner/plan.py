@@ -101,7 +101,8 @@ def _parse_model_text(text: str) -> tuple[ModelSpec, dict[str, Any]]:
     return spec, {"config": config, "name": name, **edits}
 
 
-def _parse_model(value: object) -> tuple[ModelSpec, dict[str, Any]]:
+def parse_model(value: object) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return a model and what it was given as, from the `model` of a plan; raises PlanError."""
     text = canonical_json("model", check_mapping("model", value))
     spec, source = _parse_model_text(text)
     if spec.trace is not None:
@@ -213,7 +214,7 @@ def parse_plan(mapping: object) -> Plan:
         if key not in values:
             raise PlanError(key, None, "present", sentence=f"{key} is missing: a plan needs it.")
     job = check_choice("job", values.get("job", "train"), Job)
-    model, source = _parse_model(values["model"])
+    model, source = parse_model(values["model"])
     given = check_mapping("workload", values.get("workload", {}))
     parallelism = _parse_parallelism(check_mapping("parallelism", values.get("parallelism", {})))
     workload: TrainingWorkload | ServingWorkload

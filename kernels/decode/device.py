@@ -82,21 +82,24 @@ def _add_values(sums, weights, values, scales, PER_TOKEN: tl.constexpr):
 def decode_kernel(
     q, k, v, out, lse, lengths, table, k_scale, v_scale,
     q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, table_stride,
-    kv_heads, group, seq_q, capacity, num_splits, scale_log2,
-    PAGE: tl.constexpr, SCALED: tl.constexpr, PER_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr,
+    kv_heads, group, seq_q, capacity, num_splits, window, scale_log2,
+    WINDOWED: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, PER_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One split of one key-value head of one row: its output, or its part and log2-sum-exp2.
 
     PAGE 0: k and v are (B, Hkv, S, D). Else they are (pages, Hkv, PAGE, D) and `table` says which
     pages a row has. SCALED: k_scale and v_scale per head, or PER_TOKEN as the cache without D.
+    WINDOWED: a query sees the last `window` keys up to its own; none before them is read.
     """
     program, split = tl.program_id(0), tl.program_id(1)
     batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
     # A length may have 64 bits: it is cut to the cache before it is narrowed.
     length = tl.minimum(tl.load(lengths + batch).to(tl.int64), capacity).to(tl.int32)
-    per_split = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
-    first_key = split * per_split
+    oldest = tl.maximum(length - seq_q + 1 - window, 0) if WINDOWED else 0
+    first_tile = oldest // BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(length, BLOCK_N) - first_tile, num_splits) * BLOCK_N
+    first_key = first_tile * BLOCK_N + split * per_split
     end = tl.minimum(first_key + per_split, length)
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_head = (columns < HEAD_DIM)[None, :]
@@ -120,7 +123,7 @@ def decode_kernel(
     pages = _pages_of(table, first_key, end, batch, PAGE, BLOCK_N)
     for first in range(first_key, end, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
-        inside = positions < end
+        inside = (positions < end) & (positions >= oldest) if WINDOWED else positions < end
         places = _places_in(positions, PAGE)
         wanted = inside[:, None] & in_head
         k_rows = pages * k_strides[0] + places * k_strides[2]
@@ -139,6 +142,8 @@ def decode_kernel(
             at += places * v_scale_strides[2]
             scales = tl.load(v_scale + at, mask=inside, other=0.0)
         seen = (positions[None, :] < limits[:, None]) & inside[None, :]
+        if WINDOWED:
+            seen = seen & (positions[None, :] >= limits[:, None] - window)
         logits = tl.where(seen, logits, -float("inf"))
         weights, shrink, largest, total = _softmax_step(logits, largest, total)
         sums = _add_values(sums * shrink[:, None], weights, values, scales, PER_TOKEN)

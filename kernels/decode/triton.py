@@ -53,6 +53,7 @@ def decode_attention(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    window: int | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
     """Return (B, Hq, Sq, D): each query's attention over the first `lengths[b]` keys of its row.
@@ -64,7 +65,8 @@ def decode_attention(
     as what it holds. Nothing behind a row's length is read, nor the pages there.
 
     k and v have q's dtype, or are fp8 (e4m3) or int8 under a q of fp16 or bf16, with fp32 `k_scale`
-    and `v_scale`, (Hkv,) or per token as the cache without D. `num_splits` is chosen from the shapes
+    and `v_scale`, (Hkv,) or per token as the cache without D. With `window` a query sees that many keys
+    up to its own, and neither keys nor pages before them are read. `num_splits` is chosen from the shapes
     if None (never from `lengths`, which stay on the device). Raises ValueError naming the argument.
     """
     _check_queries(q, k)
@@ -76,8 +78,12 @@ def decode_attention(
         raise ValueError(f"scale is {scale}; it must be a positive finite number")
     if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}; allowed are 1 to {MAX_SPLITS}")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1 key, or None for all")
     q = q if q.stride(-1) == 1 else q.contiguous()
-    return decode(q, k, v, lengths, scale, block_table, k_scale, v_scale, num_splits or 0)
+    return decode(
+        q, k, v, lengths, scale, block_table, k_scale, v_scale, window or 0, num_splits or 0
+    )
 
 
 def _check_queries(q: Tensor, k: Tensor) -> None:
@@ -170,12 +176,13 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _cut(q: Tensor, k: Tensor, block_table: Tensor | None, num_splits: int) -> _Cut:
+def _cut(q: Tensor, k: Tensor, block_table: Tensor | None, window: int, num_splits: int) -> _Cut:
     page = 0 if block_table is None else k.shape[2]
     capacity = k.shape[2] if block_table is None else page * block_table.shape[1]
     tile = choose_tile(q.shape[-1], k.element_size(), page or None)
+    visible = min(capacity, window + q.shape[2] - 1) if window else capacity
     chosen = num_splits or choose_splits(
-        q.shape[0], k.shape[1], capacity, tile.keys, _multiprocessors(q.device)
+        q.shape[0], k.shape[1], visible, tile.keys, _multiprocessors(q.device)
     )
     return _Cut(tile=tile, splits=chosen, capacity=capacity, page=page)
 
@@ -207,12 +214,13 @@ def decode(
     block_table: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    window: int,
     num_splits: int,
 ) -> Tensor:
-    """Return the output; the arguments are checked by `decode_attention`, 0 splits are chosen."""
+    """Return the output; the arguments are checked by `decode_attention`, window 0 is none, 0 splits are chosen."""
     check_runs_here("q", q)
     _check_fp8(k)
-    cut = _cut(q, k, block_table, num_splits)
+    cut = _cut(q, k, block_table, window, num_splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, lse = (out, lengths) if cut.splits == 1 else _new_parts(q, cut.splits)
     batch, heads, seq_q, head_dim = q.shape
@@ -221,7 +229,7 @@ def decode(
     table = lengths if block_table is None else block_table
     scales = (q if k_scale is None else k_scale, q if v_scale is None else v_scale)
     strides = (*(t.stride()[:3] for t in (q, k, v, out)), _strides(k_scale), _strides(v_scale))
-    sizes = (kv_heads, heads // kv_heads, seq_q, cut.capacity, cut.splits)
+    sizes = (kv_heads, heads // kv_heads, seq_q, cut.capacity, cut.splits, window)
     launch(
         kernels.decode_kernel,
         (batch * kv_heads, cut.splits),
@@ -230,6 +238,7 @@ def decode(
             *(q, k, v, parts, lse, lengths, table, *scales, *strides),
             *(0 if block_table is None else table.stride(0), *sizes, scale * math.log2(math.e)),
         ),
+        WINDOWED=window > 0,
         PAGE=cut.page,
         SCALED=k_scale is not None,
         PER_TOKEN=k_scale is not None and k_scale.dim() == 3,
@@ -271,6 +280,7 @@ def _(
     block_table: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    window: int,
     num_splits: int,
 ) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -10,7 +10,7 @@ import pytest
 from kernels.decode.splits import choose_tile
 
 STRIDES = ("q_strides", "k_strides", "v_strides", "out_strides")
-SIZES = ("table_stride", "kv_heads", "group", "seq_q", "capacity", "num_splits")
+SIZES = ("table_stride", "kv_heads", "group", "seq_q", "capacity", "num_splits", "window")
 # What ptxas 13 spills today, outside of the loop.
 SPILLED_BYTES = {("fp8e4nv", 0): 64}
 
@@ -24,7 +24,13 @@ def request_of(arch: int, element: str, page: int) -> dict[str, Any]:
     types |= {"q": "*bf16", "out": "*bf16", "k": f"*{element}", "v": f"*{element}"}
     types |= {"lengths": "*i32", "table": "*i32", "scale_log2": "fp32"}
     types |= dict.fromkeys(("lse", "k_scale", "v_scale"), "*fp32")
-    constants = {"PAGE": page, "SCALED": one_byte, "PER_TOKEN": False, "IS_SPLIT": False}
+    constants = {
+        "WINDOWED": False,
+        "PAGE": page,
+        "SCALED": one_byte,
+        "PER_TOKEN": False,
+        "IS_SPLIT": False,
+    }
     constants |= {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": 16, "BLOCK_N": tile.keys}
     return {
         "module": "kernels.decode.device",

@@ -29,7 +29,7 @@ def test_compiled_and_eager_agree(device: str) -> None:
     inputs = {name: tensor.to(device) for name, tensor in change().items()}
     compiled = torch.compile(decode_attention, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(**inputs), decode_attention(**inputs))
-    arguments = (*inputs.values(), 0.25, None, None, None, 2)
+    arguments = (*inputs.values(), 0.25, None, None, None, 0, 2)
     torch.library.opcheck(fused.decode, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -66,6 +66,7 @@ def test_splits_allocate_their_parts_and_one_split_nothing() -> None:
         ),
         (change(scale=-1.0), "scale is -1.0; it must be a positive finite number"),
         (change(num_splits=0), "num_splits is 0; allowed are 1 to 128"),
+        (change(window=0), "window is 0; it must be at least 1 key"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:

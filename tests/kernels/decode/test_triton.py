@@ -190,3 +190,23 @@ def test_strides_of_any_kind(
 
 def test_a_scale_of_ones_own(assert_accurate: Callable[..., None], device: str) -> None:
     assert_accurate(make_inputs(1, (2, 1), 1, 20, 16, device=device), scale=0.3)
+
+
+@pytest.mark.parametrize("window", [1, 30, 64, 129, 500])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_window_reads_its_last_keys_alone(window: int, num_splits: int, device: str) -> None:
+    """Keys before any query's window, and their pages, hold NaN or belong to nobody."""
+    q, k, v, _ = make_inputs(2, (4, 2), 2, 160, 16, device=device)
+    lengths = torch.tensor([160, 41], device=device)
+    exact = reference_decode(q, k, v, lengths, window=window)
+    for row, length in enumerate((160, 41)):
+        for cache in (k, v):
+            cache[row, :, : max(0, length - 1 - window)] = torch.nan
+    options: dict[str, Any] = {"window": window, "num_splits": num_splits}
+    out = decode_attention(q, k, v, lengths, **options)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    (k, table), (v, _) = (paged(t, 16, list(range(20)), torch.nan) for t in (k, v))
+    for row, length in enumerate((160, 41)):
+        table[row, : max(0, length - 1 - window) // 16] = -7
+    out = decode_attention(q, k, v, lengths, block_table=table, **options)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)

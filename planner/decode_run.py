@@ -1,0 +1,152 @@
+"""What a decode run is asked: model, batch, context, cache; checked without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from planner.checks import check_boolean, check_choice, check_integer, check_mapping
+from planner.errors import PlanError
+from planner.model import ModelSpec
+from planner.plan import parse_model
+
+MAX_CONTEXT = 2**24
+MAX_BATCH = 4096
+MAX_NEW_TOKENS = 65_536
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+class CacheKind(StrEnum):
+    """How a cache lies in memory: room for every row's longest context, or pages as rows grow."""
+
+    CONTIGUOUS = "contiguous"
+    PAGED = "paged"
+
+
+class CacheDtype(StrEnum):
+    """Element type of a cache; `model` is that of the weights."""
+
+    MODEL = "model"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+class WeightDtype(StrEnum):
+    """Element type of weights and activations."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class AttentionBackend(StrEnum):
+    """What computes attention: our kernels, or plain torch, which runs anywhere."""
+
+    PEAKMARK = "peakmark"
+    TORCH = "torch"
+
+
+class Peer(StrEnum):
+    """transformers' own generation beside ours: sdpa over a static cache, as it is or compiled."""
+
+    STATIC = "static"
+    STATIC_COMPILED = "static_compiled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """Prompts of `context` tokens for `batch` rows, then `new_tokens` decoded of each, greedily.
+
+    `model` is what a plan's `model` holds. `fused` runs norms, rotary embedding and the gated
+    activation by our kernels.
+    """
+
+    model: Mapping[str, Any]
+    batch: int = 1
+    context: int = 1024
+    new_tokens: int = 64
+    dtype: WeightDtype = WeightDtype.BF16
+    cache: CacheKind = CacheKind.PAGED
+    cache_dtype: CacheDtype = CacheDtype.MODEL
+    page_size: int = 64
+    attention: AttentionBackend = AttentionBackend.PEAKMARK
+    fused: bool = True
+    graphs: bool = True
+    peers: tuple[Peer, ...] = (Peer.STATIC,)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row at the end."""
+        return self.context + self.new_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, as a job spec holds it."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {
+            name: [str(one) for one in value]
+            if isinstance(value, tuple)
+            else str(value)
+            if isinstance(value, StrEnum)
+            else value
+            for name, value in values.items()
+        }
+
+
+def parse_decode(given: object) -> tuple[DecodeRun, ModelSpec]:
+    """Read a spec's `decode`; absent fields take their defaults.
+
+    Raises PlanError naming the field at fault.
+    """
+    values = check_mapping("decode", given, frozenset(DecodeRun.__dataclass_fields__))
+    if "model" not in values:
+        raise PlanError("model", None, "present", sentence="model is missing: a run needs it.")
+    model, source = parse_model(values.pop("model"))
+    merged = {**DecodeRun(model=source).to_dict(), **values}
+    run = DecodeRun(
+        model=source,
+        batch=check_integer("decode.batch", merged["batch"], 1, MAX_BATCH),
+        context=check_integer("decode.context", merged["context"], 1, MAX_CONTEXT),
+        new_tokens=check_integer("decode.new_tokens", merged["new_tokens"], 2, MAX_NEW_TOKENS),
+        dtype=check_choice("decode.dtype", merged["dtype"], WeightDtype),
+        cache=check_choice("decode.cache", merged["cache"], CacheKind),
+        cache_dtype=check_choice("decode.cache_dtype", merged["cache_dtype"], CacheDtype),
+        page_size=_page_size(merged["page_size"]),
+        attention=check_choice("decode.attention", merged["attention"], AttentionBackend),
+        fused=check_boolean("decode.fused", merged["fused"]),
+        graphs=check_boolean("decode.graphs", merged["graphs"]),
+        peers=_peers(merged["peers"]),
+    )
+    _check_together(run, model)
+    return run, model
+
+
+def _page_size(value: object) -> int:
+    if type(value) is not int or value not in PAGE_SIZES:
+        raise PlanError("decode.page_size", value, "one of " + ", ".join(map(str, PAGE_SIZES)))
+    return value
+
+
+def _peers(value: object) -> tuple[Peer, ...]:
+    if not isinstance(value, list | tuple):
+        raise PlanError("decode.peers", value, "a list of " + ", ".join(Peer))
+    return tuple(check_choice("decode.peers", one, Peer) for one in value)
+
+
+def _check_together(run: DecodeRun, model: ModelSpec) -> None:
+    if run.cache_dtype is not CacheDtype.MODEL and run.dtype is WeightDtype.FP32:
+        sentence = (
+            f"decode.cache_dtype is '{run.cache_dtype}' beside weights in fp32: the decode kernel "
+            "multiplies one-byte caches with bf16 and fp16 only, choose 'model' or another dtype."
+        )
+        raise PlanError("decode.cache_dtype", str(run.cache_dtype), "model", sentence=sentence)
+    longest = model.max_positions
+    if run.capacity > longest:
+        sentence = (
+            f"decode.context is {run.context}: with {run.new_tokens} new tokens it passes the "
+            f"{longest} positions of {model.name}; shorten one of them."
+        )
+        raise PlanError(
+            "decode.context", run.context, f"at most {longest - run.new_tokens}", sentence=sentence
+        )
