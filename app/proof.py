@@ -10,6 +10,7 @@ import psutil
 from planner.errors import PlanError
 from planner.memory.parallel import is_split
 from planner.plan import Plan
+from planner.saved_training import check_saved_training
 from planner.workload import TrainingWorkload
 
 WORLDS = ("nccl", "shared", "solo", "cpu")
@@ -61,12 +62,20 @@ def gpu_only(plan: Plan) -> PlanError | None:
     return None
 
 
-def job_spec(plan: Plan, world: str, *, deadline_s: float = 1800.0) -> dict[str, Any]:
+def job_spec(
+    plan: Plan,
+    world: str,
+    *,
+    deadline_s: float = 1800.0,
+    save_to: str | None = None,
+    load_from: str | None = None,
+) -> dict[str, Any]:
     """Return the job spec that proves a training plan in `world` (schema of the runners).
 
-    Raises PlanError for a plan that no run can prove.
+    Raises PlanError for a plan that no run can prove, or whose training cannot be saved as asked.
     """
     check_provable(plan)
+    check_saved_training(plan, world, save_to, load_from)
     return {
         "schema": 1,
         "kind": "train_step",
@@ -79,6 +88,8 @@ def job_spec(plan: Plan, world: str, *, deadline_s: float = 1800.0) -> dict[str,
         "seed": 0,
         "device": None,
         "deadline_s": deadline_s,
+        "save_to": save_to,
+        "load_from": load_from,
     }
 
 

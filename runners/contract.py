@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from planner.saved_training import check_folder
+
 SCHEMA = 1
 RESULT_FILE = "result.json"
 SPEC_FILE = "spec.json"
@@ -52,7 +54,8 @@ class JobSpec:
     `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`;
     `calibration` holds `world_size` and `budget_s` for `calibrate`.
     `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
-    profiler.
+    profiler. `load_from` is a folder of saved steps, or one of them, from whose training the run
+    goes on; `save_to` is the folder that its own last step is saved to (docs/checkpoints.md).
     """
 
     kind: JobKind
@@ -67,6 +70,8 @@ class JobSpec:
     deadline_s: float = 1800.0
     kernel_times: bool = False
     calibration: Mapping[str, Any] | None = None
+    save_to: str | None = None
+    load_from: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""
@@ -84,6 +89,8 @@ class JobSpec:
         values = {k: v for k, v in data.items() if k in known}
         values["kind"] = JobKind(values["kind"])
         values["world"] = World(values["world"])
+        for name in ("save_to", "load_from"):
+            check_folder(name, values.get(name))
         return cls(**values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from app.commands.output import (
     print_line,
 )
 from app.commands.store import opened_database
+from app.saved_words import saved_lines
 
 if TYPE_CHECKING:
     from db.engine import Database
@@ -47,6 +49,12 @@ def prove_command(
     deadline: Annotated[
         float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
     ] = 1800.0,
+    save_to: Annotated[
+        Path | None, typer.Option(help="Folder to save the trained step to, as step-NNNNNNNN.")
+    ] = None,
+    load_from: Annotated[
+        Path | None, typer.Option(help="Folder of saved steps (or one of them) to go on from.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Run a training plan on this machine and compare what it took with the prediction.
@@ -55,15 +63,26 @@ def prove_command(
     """
     plan = plan_from(chosen)
     with opened_database() as database:
-        run_id = submit(database, plan, world, deadline)
+        places = {"save_to": _absolute(save_to), "load_from": _absolute(load_from)}
+        run_id = submit(database, plan, world, deadline, **places)
         detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
     report(detail, as_json=json)
     if detail.summary.state.value not in CONFIRMED:
         raise typer.Exit(1)
 
 
-def submit(database: Database, plan: Plan, world: str | None, deadline_s: float) -> str:
-    """Queue the run and return its id; raises InputError when this machine cannot run it."""
+def _absolute(folder: Path | None) -> str | None:
+    """Return a folder as the worker finds it, which runs elsewhere in the tree of folders."""
+    return None if folder is None else os.path.abspath(folder.expanduser())  # noqa: PTH100
+
+
+def submit(
+    database: Database, plan: Plan, world: str | None, deadline_s: float, **places: str | None
+) -> str:
+    """Queue the run and return its id; raises InputError when this machine cannot run it.
+
+    `places` are `save_to` and `load_from` of the job spec.
+    """
     from app.proof import job_spec
     from db.repository import create_run
     from planner.predict import predict
@@ -72,7 +91,7 @@ def submit(database: Database, plan: Plan, world: str | None, deadline_s: float)
     place = require_world(plan, prediction, world)
     return create_run(
         database,
-        job_spec(plan, place, deadline_s=deadline_s),
+        job_spec(plan, place, deadline_s=deadline_s, **places),
         plan.to_dict(),
         prediction,
         idempotency_key=uuid.uuid4().hex,
@@ -255,3 +274,5 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
         print_line(f"Predicted: {prediction['verdict']['sentence']}")
     elif measured:
         print_comparison(prediction, measured, world)
+    for line in saved_lines(measured):
+        print_line(line)

@@ -17,6 +17,7 @@ from app.commands.output import (
     print_table,
 )
 from app.commands.store import opened_database
+from app.saved_words import saved_lines
 
 if TYPE_CHECKING:
     from db.engine import Database
@@ -113,6 +114,8 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
         print_calibration(detail)
     elif detail.prediction and detail.measured:
         print_comparison(detail.prediction, detail.measured, summary.world.value)
+    for line in saved_lines(detail.measured or {}):
+        print_line(line)
 
 
 @app.command("cancel")

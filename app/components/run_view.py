@@ -20,6 +20,7 @@ from app.components.run_table import clock, duration, show_actions, state_badge
 from app.components.timeline_view import show_measured_timeline
 from app.components.verdict import sentence_in
 from app.run_logs import log_tail
+from app.saved_words import saved_lines
 from planner.units import format_count, format_seconds
 
 REFRESH = "2s"
@@ -149,6 +150,8 @@ def _result(run: Mapping[str, Any]) -> None:
     if (run["measured"] or {}).get("curves"):
         show_calibration(run)
     elif run["measured"]:
+        for line in saved_lines(run["measured"]):
+            st.text(line)
         _show_comparison(run)
     elif run["prediction"]:
         _show_prediction_only(run["prediction"])

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.plan import Plan, parse_plan
 from planner.workload import Attention, Engine, Loss, ReduceDtype, TrainingWorkload
-from runners.contract import JobKind
+from runners.contract import JobKind, JobSpec
 from runners.engines.base import TrainingEngine
 from runners.engines.precision import forward_context
 from runners.jobs.adapters import choose_trained
@@ -26,6 +26,7 @@ from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.kernel_times import measure_kernels
 from runners.jobs.losses import install_chunked_loss, install_fused_loss
+from runners.jobs.saved_steps import SavedSteps
 from runners.jobs.section_meter import CudaCounter, MemoryCounter, SectionMeter, watched_sections
 from runners.measure import (
     StepMeter,
@@ -136,7 +137,7 @@ class Trainer:
         self.state: dict[str, int] = {}
         self._model = model
         with self.meter.phase("init"):
-            self._engine = build_engine(model, plan, world, seed)
+            self.engine = build_engine(model, plan, world, seed)
         self._inputs = self._draw_inputs(plan.model.vocab_size, seed)
 
     def step(self, *, reads_state: bool = False) -> None:
@@ -153,14 +154,14 @@ class Trainer:
                     loss = self._forward()
                     loss = loss / accumulation if accumulation > 1 else loss
                 with self.meter.phase("backward"):
-                    self._engine.backward(loss, last_micro_batch=index == accumulation - 1)
+                    self.engine.backward(loss, last_micro_batch=index == accumulation - 1)
                 loss = loss.detach()
                 if self.losses is not None:
                     self.losses.add(loss)
             if reads_state:
-                self.state = self._engine.state_bytes()
+                self.state = self.engine.state_bytes()
             with self.meter.phase("optimizer"):
-                self._engine.step()
+                self.engine.step()
 
     def step_losses(self) -> list[float | None] | None:
         """Return the measured steps' losses; None in a world in which they mean nothing."""
@@ -179,7 +180,7 @@ class Trainer:
 
     def _forward(self) -> Tensor:
         with forward_context(self.workload.precision, self.world.device):
-            call = self._engine.module
+            call = self.engine.module
             output = call(**self._inputs, use_cache=False)
         loss: Tensor = output.loss
         return loss
@@ -246,6 +247,7 @@ def measure_training(session: JobSession) -> None:
     spec = session.spec
     plan = parse_plan(spec.plan)
     workload = _training_workload(plan)
+    saved = SavedSteps.of(spec, plan, _warmup_steps(spec) + spec.steps)
     session.events.phase("build")
     model = build_model(plan)
     parallelism = plan.parallelism
@@ -259,12 +261,14 @@ def measure_training(session: JobSession) -> None:
     ) as world:
         session.events.phase("init")
         trainer = Trainer(plan, model, world, spec.seed)
+        saved.load(session, trainer.engine)
         _warm_up(session, trainer, workload)
         for index in range(spec.steps):
             session.events.phase("step", index=index)
             trainer.step()
         session.events.phase("collect")
         _collect(session, trainer)
+        saved.save(session, trainer.engine)
         if session.device.type == "cuda":
             session.events.phase("timeline")
             session.measured["timeline"] = trainer.timeline(CudaCounter(session.device))
@@ -285,12 +289,17 @@ def _warm_up(session: JobSession, trainer: Trainer, workload: TrainingWorkload) 
     measured["attention_backend"] = f"{backend}:{call['backend']}" if call else backend
     measured["attention_call"] = call or None
     measured["phases"]["first_step"] = _largest_phase(meter)
-    for index in range(max(session.spec.warmup, MIN_WARMUP_STEPS) - 1):
+    for index in range(_warmup_steps(session.spec) - 1):
         session.events.phase("warmup", index=index)
         trainer.step(reads_state=True)
     meter.reset()
     if trainer.losses is not None:
         trainer.losses.clear()
+
+
+def _warmup_steps(spec: JobSpec) -> int:
+    """Steps before the measured ones, the first included."""
+    return max(spec.warmup, MIN_WARMUP_STEPS)
 
 
 def _collect(session: JobSession, trainer: Trainer) -> None:

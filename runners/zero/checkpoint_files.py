@@ -147,18 +147,24 @@ class DescriptionReader(FileSystemReader):
         return metadata
 
 
-def begin_step(directory: Path, step: int, needed_bytes: int) -> Path:
-    """Make an empty directory for a step that is about to be written, and return it.
-
-    What interrupted saves left is removed first. Raises CheckpointError where the step is there
-    already or the disk has no room.
-    """
+def check_step_is_free(directory: Path, step: int) -> Path:
+    """Return where a step is going to lie; raises CheckpointError where one is there already."""
     final = _step_directory(directory, step)
     if final.exists():
         raise CheckpointError(
             f"step {step} is saved in {final} already, and a save replaces nothing: move it away "
             "or save to another directory"
         )
+    return final
+
+
+def begin_step(directory: Path, step: int, needed_bytes: int) -> Path:
+    """Make an empty directory for a step that is about to be written, and return it.
+
+    What interrupted saves left is removed first. Raises CheckpointError where the step is there
+    already or the disk has no room.
+    """
+    final = check_step_is_free(directory, step)
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in _partial_directories(directory):
         shutil.rmtree(leftover)

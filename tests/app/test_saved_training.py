@@ -1,0 +1,68 @@
+"""Asking for a saved step on the command line, and what a run then says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from app import services
+from db.measurements import StoredResult, store_result
+from db.queue import WorkerIdentity, claim_next_run
+from db.repository import list_runs
+from db.types import RunState
+from planner.plan import default_plan
+
+Run = Callable[..., tuple[int, str, str]]
+SAID = {"zero_stage": 3, "bytes": 3 * 2**30, "time_s": 4.25}
+LOADED = {**SAID, "path": "/data/a_b_c/step-00000007", "step": 7, "world_size": 1}
+SAVED = {**SAID, "path": "/data/a_b_c/step-00000014", "step": 14, "world_size": 4}
+LINES = [
+    "Went on from step 7 of 1 rank at stage 3, 3.00 GiB in /data/a_b_c/step-00000007: loaded in "
+    "4.25 s.",
+    "Saved step 14 of 4 ranks at stage 3, 3.00 GiB in /data/a_b_c/step-00000014, in 4.25 s.",
+]
+
+
+def finished() -> str:
+    """Queue a run and end it as a worker would; return its id."""
+    run_id = services.submit_proof(default_plan(), "cpu", "a")
+    held = claim_next_run(services.database(), WorkerIdentity(host="h", pid=1, pid_start_ticks=1))
+    assert held is not None
+    measured = {"loaded": LOADED, "saved": SAVED}
+    result = StoredResult(state=RunState.DONE, measured=measured, environment={})
+    store_result(services.database(), held.lease, result)
+    return run_id
+
+
+def test_the_page_and_the_command_line_say_what_was_loaded_and_saved(
+    opened: Callable[..., AppTest], run: Run
+) -> None:
+    run_id = finished()
+    app = opened(run=run_id)
+    app.switch_page("app_pages/run.py").run()
+    assert not app.exception
+    assert [text.value for text in app.text] == LINES
+    code, out, _ = run("runs", "show", run_id)
+    assert code == 0
+    assert out.splitlines()[-2:] == LINES
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--engine", "fsdp2", "--save-to", "steps"), "save_to cannot be done: the engine fsdp2 "),
+        (("--load-from", "/a\tb"), "load_from is '/a\\tb': it must be an absolute path without .."),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_it_is_queued(
+    run: Run, tmp_path: Path, tiny_config: str, options: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / "config.json").write_text(tiny_config)
+    tiny = ("--config", str(tmp_path / "config.json"), "--seq", "32", "--world", "cpu")
+    code, _, err = run("prove", *tiny, *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert sentence in err
+    assert list_runs(services.database()) == []
