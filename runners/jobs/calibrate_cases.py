@@ -293,6 +293,9 @@ def _attention(device: torch.device) -> Iterator[Case]:
     for shape in shapes:
         yield Case(**_attend_fields("sdpa", shape, backward=False))
         yield Case(**_attend_fields("sdpa", shape, backward=True))
+    for shape in shapes:
+        if shape.sequence_length <= 4096:
+            yield from _masked_attention(shape)
     # Ours last of all: it is compiled first.
     for shape in shapes:
         if reason_to_skip("triton", shape, torch.bfloat16, device) is None:
@@ -301,6 +304,32 @@ def _attention(device: torch.device) -> Iterator[Case]:
             yield OwnAttentionCase(direction=forward, **fields)
             fields = _attend_fields("triton", shape, backward=True)
             yield OwnAttentionCase(direction=backward, **fields)
+
+
+def _masked_attention(shape: AttentionShape) -> Iterator[Case]:
+    """SDPA with a mask of numbers, as a window or several documents need it: it computes every pair."""
+    for is_backward in (False, True):
+        fields = _attend_fields("sdpa", shape, backward=is_backward)
+        fields["operation"] = f"{fields['operation']}_masked"
+        yield Case(**fields | {"prepare": partial(_attend_masked, shape, is_backward)})
+
+
+def _attend_masked(shape: AttentionShape, backward: bool, device: torch.device) -> Work:
+    size = (shape.batch, shape.heads, shape.sequence_length, shape.head_dim)
+    mask = torch.zeros(
+        (shape.batch, 1, shape.sequence_length, shape.sequence_length),
+        device=device,
+        dtype=DTYPES["bf16"],
+    )
+    inputs = [_draw(device, "bf16", *size).requires_grad_() for _ in range(3)]
+
+    def attend() -> Tensor:
+        return functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
+
+    if not backward:
+        return torch.no_grad()(attend)
+    output, upstream = attend(), _draw(device, "bf16", *size)
+    return lambda: torch.autograd.grad(output, inputs, upstream, retain_graph=True)
 
 
 def _attend_fields(kernel: str, shape: AttentionProblem, *, backward: bool) -> dict[str, Any]:
