@@ -191,12 +191,16 @@ def _mask(
         "mov.b32 $0, $1;", "=r,r", [first_key], dtype=gl.int32, is_pure=False, pack=1
     )
     keys = first_key + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
-    last_key = rows * 0 + (seq_k - 1)
+    end = rows * 0 + seq_k
     if RIGHT:
-        last_key = gl.minimum(rows + upper, seq_k - 1)
-    visible = last_key[:, None] >= keys[None, :]
+        end = gl.minimum(rows + upper + 1, seq_k)
     if LEFT:
-        visible = visible & (keys[None, :] >= (rows + lower)[:, None])
+        # One comparison for both ends: below the first key the unsigned distance is huge.
+        low = rows + lower
+        distance = (keys[None, :] - low[:, None]).to(gl.uint32)
+        visible = distance < gl.maximum(end - low, 0).to(gl.uint32)[:, None]
+    else:
+        visible = keys[None, :] - end[:, None] < 0
     return gl.where(visible, s, float("-inf"))
 
 
