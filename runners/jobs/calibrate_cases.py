@@ -306,7 +306,7 @@ def _attention(device: torch.device) -> Iterator[Case]:
             yield OwnAttentionCase(direction=backward, **fields)
 
 
-def _masked_attention(shape: AttentionShape) -> Iterator[Case]:
+def _masked_attention(shape: AttentionProblem) -> Iterator[Case]:
     """SDPA with a mask of numbers, as a window or several documents need it: it computes every pair."""
     for is_backward in (False, True):
         fields = _attend_fields("sdpa", shape, backward=is_backward)
@@ -314,7 +314,7 @@ def _masked_attention(shape: AttentionShape) -> Iterator[Case]:
         yield Case(**fields | {"prepare": partial(_attend_masked, shape, is_backward)})
 
 
-def _attend_masked(shape: AttentionShape, backward: bool, device: torch.device) -> Work:
+def _attend_masked(shape: AttentionProblem, backward: bool, device: torch.device) -> Work:
     size = (shape.batch, shape.heads, shape.sequence_length, shape.head_dim)
     mask = torch.zeros(
         (shape.batch, 1, shape.sequence_length, shape.sequence_length),
