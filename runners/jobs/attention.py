@@ -1,4 +1,4 @@
-"""The job `attention`: time, memory and error of each attention kernel on one shape.
+"""The job `attention`: time, memory and error of each variant of attention on one shape.
 
 python -m runners.jobs.attention SPEC.json OUT_DIR
 """
@@ -6,163 +6,186 @@ python -m runners.jobs.attention SPEC.json OUT_DIR
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.errors import PlanError
-from planner.units import MIB_BYTES
-from runners.contract import JobKind, Outcome
-from runners.jobs.attention_calls import sdpa_backend
-from runners.jobs.attention_kernels import (
-    KERNELS,
-    Attend,
-    AttentionShape,
-    backends_that_ran,
-    reason_to_skip,
-    reference_blocks,
-    reference_gradients,
-    reference_output,
+from planner.attention.problem import (
+    EXACT_VARIANTS,
+    AttentionProblem,
+    Variant,
+    is_exact,
+    parse_job,
 )
+from planner.units import GIB_BYTES, MIB_BYTES
+from runners.contract import JobKind, Outcome
+from runners.jobs.attention_kernels import KERNELS, backends_that_ran, reason_to_skip
+from runners.jobs.attention_reference import Reference, reference_of
 from runners.jobs.harness import JobSession, describe_device_oom, run_job
 from runners.measure import Clock, device_used_bytes, host_peak_bytes, time_statistics
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BACKWARD_FLOPS_FACTOR = 2.5
-_MAX_DIMENSION = 2**24
 # Larger than any L2 cache: zeroed before each repetition, so that none starts with warm data.
 _FLUSH_BYTES = 256 * MIB_BYTES
+_COPIED_BYTES = GIB_BYTES
+_PRODUCT_SIZE = 8192
 _WARMUP_REPETITIONS = 2
 _MIN_REPETITIONS = 10
 _MAX_REPETITIONS = 50
 _TIMED_S = 0.3
 _CPU_REPETITIONS = 3
+_CPU_PART = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """The tensors of one shape: inputs that want gradients, and the output's gradient."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of one problem: Q, K and V, which want gradients, and the output's gradient."""
 
-    shape: AttentionShape
+    problem: AttentionProblem
     query: Tensor
     key: Tensor
     value: Tensor
     upstream: Tensor
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V."""
         return self.query, self.key, self.value
 
-
-def parse_attention(given: Mapping[str, Any] | None) -> tuple[AttentionShape, str, list[str]]:
-    """Read a spec's `attention`: its shape, dtype name and kernels.
-
-    Raises PlanError naming the field at fault.
-    """
-    values = dict(given or {})
-    dtype = values.pop("dtype", "bf16")
-    kernels = list(values.pop("kernels", KERNELS))
-    names = {field.name for field in fields(AttentionShape)}
-    if set(values) != names:
-        wrong = sorted(set(values) ^ names)
-        raise PlanError("attention", wrong, f"exactly the fields {', '.join(sorted(names))}")
-    for name in names - {"causal"}:
-        value = values[name]
-        if type(value) is not int or not 1 <= value <= _MAX_DIMENSION:
-            raise PlanError(f"attention.{name}", value, f"an integer from 1 to {_MAX_DIMENSION}")
-    if not isinstance(values["causal"], bool):
-        raise PlanError("attention.causal", values["causal"], "true or false")
-    if values["heads"] % values["kv_heads"]:
-        raise PlanError("attention.kv_heads", values["kv_heads"], "a divisor of attention.heads")
-    if dtype not in _DTYPES:
-        raise PlanError("attention.dtype", dtype, f"one of {', '.join(_DTYPES)}")
-    unknown = [kernel for kernel in kernels if kernel not in KERNELS]
-    if unknown or not kernels:
-        raise PlanError("attention.kernels", kernels, f"some of {', '.join(KERNELS)}")
-    return AttentionShape(**values), dtype, kernels
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.query.device
 
 
 def measure_attention(session: JobSession) -> None:
-    """Measure every kernel of the spec; fills `session.measured`."""
-    shape, dtype, kernels = parse_attention(session.spec.attention)
+    """Measure every variant of the spec; fills `session.measured`."""
+    problem, variants = parse_job(session.spec.attention)
     session.take_device()
-    problem = _draw_problem(shape, _DTYPES[dtype], session.device, session.spec.seed)
-    references = _References(problem)
+    inputs = _draw_inputs(problem, session.device, session.spec.seed)
+    measured = session.measured
     rows: dict[str, Any] = {}
-    session.measured["kernels"] = rows
-    for kernel in kernels:
-        session.events.phase("kernel", kernel=kernel)
-        rows[kernel] = _measure_kernel(kernel, problem, references)
+    measured["kernels"] = rows
+    measured["card"] = _measure_card(problem.dtype, session.device)
+    exact = reference_of(problem, Variant.TRITON, inputs.leaves, inputs.upstream)
+    for index, variant in enumerate(variants):
+        session.events.phase("kernel", kernel=variant, index=index, of=len(variants))
+        rows[variant] = _measure_variant(variant, inputs, exact)
     _compare_to_sdpa(rows)
-    session.measured["attention_backend"] = f"sdpa:{_chosen_backend(problem)}"
-    session.measured["host_bytes"] = host_peak_bytes()
+    if "sdpa" in rows and "backend" in rows["sdpa"]:
+        measured["attention_backend"] = f"sdpa:{rows['sdpa']['backend']['forward']}"
+    measured["host_bytes"] = host_peak_bytes()
     if session.device.type == "cuda":
-        session.measured["device_bytes"] = device_used_bytes(session.device)
+        measured["device_bytes"] = device_used_bytes(session.device)
 
 
-def _draw_problem(
-    shape: AttentionShape, dtype: torch.dtype, device: torch.device, seed: int
-) -> Problem:
+def _draw_inputs(problem: AttentionProblem, device: torch.device, seed: int) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
-        size = (shape.batch, heads, shape.sequence_length, shape.head_dim)
-        return torch.randn(size, dtype=dtype, device=device, generator=generator)
+        size = (problem.batch, heads, problem.sequence_length, problem.head_dim)
+        return torch.randn(size, dtype=_DTYPES[problem.dtype], device=device, generator=generator)
 
-    query, key, value = draw(shape.heads), draw(shape.kv_heads), draw(shape.kv_heads)
+    query, key, value = draw(problem.heads), draw(problem.kv_heads), draw(problem.kv_heads)
     for tensor in (query, key, value):
         tensor.requires_grad_()
-    return Problem(shape, query, key, value, upstream=draw(shape.heads))
+    return Inputs(problem=problem, query=query, key=key, value=value, upstream=draw(problem.heads))
 
 
-class _References:
-    """Float64 results of one problem, computed once for all kernels."""
+def _measure_card(dtype: str, device: torch.device) -> dict[str, float]:
+    """Return what the card does of a roofline's two limits: a large copy and a large product."""
+    part = 1 if device.type == "cuda" else _CPU_PART
+    source = torch.zeros(_COPIED_BYTES // part, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    copied = time_statistics(_repeat(lambda: target.copy_(source), device))
+    size = _PRODUCT_SIZE // part
+    left, right = (torch.randn((size, size), device=device).to(_DTYPES[dtype]) for _ in range(2))
+    product = time_statistics(_repeat(lambda: torch.mm(left, right), device))
+    return {
+        "copy_bytes_s": 2 * source.nbytes / copied["median_s"],
+        "product_flop_s": 2.0 * size**3 / product["median_s"],
+    }
 
-    def __init__(self, problem: Problem) -> None:
-        self.blocks = reference_blocks(problem.shape)
-        with torch.no_grad():
-            self.output = reference_output(problem.shape, *problem.inputs)
-        self.gradients = reference_gradients(problem.shape, *problem.inputs, problem.upstream)
 
+def _measure_variant(variant: Variant, inputs: Inputs, exact: Reference) -> dict[str, Any]:
+    """Return one variant's figures; being skipped or out of memory is a figure too.
 
-def _measure_kernel(kernel: str, problem: Problem, references: _References) -> dict[str, Any]:
-    """Return one kernel's figures; being skipped or out of memory is a figure too."""
-    device = problem.query.device
-    reason = reason_to_skip(kernel, problem.shape, problem.query.dtype, device)
+    What was measured before the memory ran out stays.
+    """
+    device, problem = inputs.device, inputs.problem
+    reason = reason_to_skip(variant, problem, inputs.query.dtype, device)
     if reason is not None:
         return {"outcome": "skipped", "reason": reason}
-    attend = KERNELS[kernel](problem.shape)
-    try:
-        # First without measuring: kernels are compiled and workspaces appear.
-        errors = _measure_errors(attend, problem, references)
-        figures: dict[str, Any] = {"outcome": Outcome.DONE, "error": errors}
-        figures["backend"] = backends_that_ran(kernel)
-        figures |= _measure_bytes(attend, problem)
-        figures |= _measure_times(attend, problem)
-    except torch.OutOfMemoryError as error:
-        message = str(error)
-    else:
-        return figures
-    # Outside the handler: the error's traceback kept the kernel's tensors alive.
+    row: dict[str, Any] = {"outcome": Outcome.DONE, "error": {}}
+    message = _fill(row, variant, inputs, exact)
+    if message is None:
+        del row["stage"]
+        return row
+    # Outside the handler: the error's traceback kept the variant's tensors alive.
     torch.cuda.empty_cache()
-    return {"outcome": Outcome.OOM_DEVICE, **describe_device_oom(message, device)}
+    return {**row, "outcome": Outcome.OOM_DEVICE, **describe_device_oom(message, device)}
 
 
-def _measure_errors(
-    attend: Attend, problem: Problem, references: _References
-) -> dict[str, dict[str, float]]:
-    output = attend(*problem.inputs)
-    compared = torch.cat([output[:1, :, rows] for rows in references.blocks], dim=2)
-    errors = {"output": _difference(compared, references.output)}
-    gradients = torch.autograd.grad(output, problem.inputs, problem.upstream)
-    if references.gradients is not None:
-        for name, ours, exact in zip("qkv", gradients, references.gradients, strict=True):
-            errors[f"d{name}"] = _difference(ours[:1], exact)
-    return errors
+def _fill(row: dict[str, Any], variant: Variant, inputs: Inputs, exact: Reference) -> str | None:
+    """Measure forward, then backward, into `row`; return what the allocator said if it gave up."""
+    try:
+        reference = exact
+        if variant not in EXACT_VARIANTS:
+            reference = reference_of(inputs.problem, variant, inputs.leaves, inputs.upstream)
+        row["stage"] = "forward"
+        _measure_forward(row, variant, inputs, reference, exact)
+        row["stage"] = "backward"
+        _measure_backward(row, variant, inputs, reference)
+        row["backend"] = backends_that_ran(variant, inputs.problem, inputs.leaves)
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    return None
+
+
+def _measure_forward(
+    row: dict[str, Any], variant: Variant, inputs: Inputs, reference: Reference, exact: Reference
+) -> None:
+    """Fill in error, bytes and time of the forward. It runs once before its bytes are read.
+
+    By then kernels are compiled and the libraries' workspaces are there.
+    """
+    attend = KERNELS[variant](inputs.problem)
+    found = reference.compared(attend(*inputs.leaves))
+    row["error"]["output"] = _difference(found, reference.output)
+    if not is_exact(inputs.problem, variant):
+        row["apart_from_exact"] = _difference(found, exact.output)
+    del found, attend
+    row |= _forward_bytes(variant, inputs)
+    attend = KERNELS[variant](inputs.problem)
+    with torch.no_grad():
+        row["forward"] = time_statistics(_repeat(lambda: attend(*inputs.leaves), inputs.device))
+    row["forward_flop_s"] = inputs.problem.forward_flops() / row["forward"]["median_s"]
+
+
+def _measure_backward(
+    row: dict[str, Any], variant: Variant, inputs: Inputs, reference: Reference
+) -> None:
+    """Fill in errors, bytes and time of the backward."""
+    attend, leaves, upstream = KERNELS[variant](inputs.problem), inputs.leaves, inputs.upstream
+    gradients = torch.autograd.grad(attend(*leaves), leaves, upstream)
+    for name, ours in zip(("dq", "dk", "dv"), gradients, strict=True):
+        if name in reference.gradients:
+            compared = reference.compared(ours) if name == "dq" else ours[:1]
+            row["error"][name] = _difference(compared, reference.gradients[name])
+    del gradients, attend
+    row |= _backward_bytes(variant, inputs)
+    output = KERNELS[variant](inputs.problem)(*leaves)
+    row["backward"] = time_statistics(
+        _repeat(
+            lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True), inputs.device
+        )
+    )
+    flops = _BACKWARD_FLOPS_FACTOR * inputs.problem.forward_flops()
+    row["backward_flop_s"] = flops / row["backward"]["median_s"]
 
 
 def _difference(ours: Tensor, exact: Tensor) -> dict[str, float]:
@@ -172,43 +195,57 @@ def _difference(ours: Tensor, exact: Tensor) -> dict[str, float]:
     return {"max_abs": error.abs().max().item(), "relative": relative.item()}
 
 
-def _measure_bytes(attend: Attend, problem: Problem) -> dict[str, Any]:
-    """Return allocated bytes above those of the inputs and the output's gradient."""
-    device = problem.query.device
-    if device.type != "cuda":
-        return {"forward_peak_bytes": None, "saved_bytes": None, "backward_peak_bytes": None}
-    base_bytes = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    output = attend(*problem.inputs)
-    forward_peak_bytes = torch.cuda.max_memory_allocated(device)
-    saved_bytes = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    gradients = torch.autograd.grad(output, problem.inputs, problem.upstream)
-    backward_peak_bytes = torch.cuda.max_memory_allocated(device)
+class _Bytes:
+    """Bytes above those at the start, by two counters: what tensors ask for, and their blocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        # Without cached blocks, which could hold a tensor in more than it asked for.
+        torch.cuda.empty_cache()
+        self._device = device
+        self._start = self._read("current")
+
+    def _read(self, moment: str) -> tuple[int, int]:
+        counters = torch.cuda.memory_stats(self._device)
+        return tuple(counters[f"{kind}_bytes.all.{moment}"] for kind in ("requested", "allocated"))
+
+    def restart_peaks(self) -> None:
+        """Forget the peaks so far."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def since(self, name: str, moment: str) -> dict[str, int]:
+        """Return both counters, peak or current, above the start."""
+        pairs = zip(("requested", ""), self._read(moment), self._start, strict=True)
+        return {
+            f"{name}_{kind}_bytes".replace("__", "_"): now - before for kind, now, before in pairs
+        }
+
+
+def _forward_bytes(variant: Variant, inputs: Inputs) -> dict[str, int]:
+    """Return what a forward held above Q, K, V and the upstream gradient, and what it keeps."""
+    if inputs.device.type != "cuda":
+        return {}
+    counted = _Bytes(inputs.device)
+    counted.restart_peaks()
+    attend = KERNELS[variant](inputs.problem)
+    output = attend(*inputs.leaves)
+    found = counted.since("forward_peak", "peak") | counted.since("saved", "current")
+    del output
+    return found
+
+
+def _backward_bytes(variant: Variant, inputs: Inputs) -> dict[str, int]:
+    """Return what a backward held above the same, the forward's result and gradients included."""
+    if inputs.device.type != "cuda":
+        return {}
+    counted = _Bytes(inputs.device)
+    attend = KERNELS[variant](inputs.problem)
+    output = attend(*inputs.leaves)
+    counted.restart_peaks()
+    gradients = torch.autograd.grad(output, inputs.leaves, inputs.upstream)
+    found = counted.since("backward_peak", "peak")
     del output, gradients
-    return {
-        "forward_peak_bytes": forward_peak_bytes - base_bytes,
-        "saved_bytes": saved_bytes - base_bytes,
-        "backward_peak_bytes": backward_peak_bytes - base_bytes,
-    }
-
-
-def _measure_times(attend: Attend, problem: Problem) -> dict[str, Any]:
-    device = problem.query.device
-    with torch.no_grad():
-        forward = time_statistics(_repeat(lambda: attend(*problem.inputs), device))
-    output = attend(*problem.inputs)
-    inputs, upstream = problem.inputs, problem.upstream
-    backward = time_statistics(
-        _repeat(lambda: torch.autograd.grad(output, inputs, upstream, retain_graph=True), device)
-    )
-    flops = problem.shape.forward_flops()
-    return {
-        "forward": forward,
-        "backward": backward,
-        "forward_flop_s": flops / forward["median_s"],
-        "backward_flop_s": _BACKWARD_FLOPS_FACTOR * flops / backward["median_s"],
-    }
+    return found
 
 
 def _repeat(work: Callable[[], object], device: torch.device) -> list[float]:
@@ -239,16 +276,6 @@ def _compare_to_sdpa(rows: dict[str, Any]) -> None:
             if direction in row and direction in sdpa:
                 ratio = row[direction]["median_s"] / sdpa[direction]["median_s"]
                 row[f"{direction}_time_over_sdpa"] = ratio
-
-
-def _chosen_backend(problem: Problem) -> str:
-    shape = problem.shape
-    return sdpa_backend(
-        *problem.inputs,
-        is_causal=shape.causal,
-        scale=shape.scale,
-        enable_gqa=shape.heads != shape.kv_heads,
-    )
 
 
 if __name__ == "__main__":

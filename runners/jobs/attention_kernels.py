@@ -1,4 +1,4 @@
-"""The attention implementations that the job `attention` compares, and their float64 reference.
+"""The variants of attention that the job `attention` runs, one after the other.
 
 Shape letters: B batch, H query heads, K key/value heads, S sequence, D head size.
 """
@@ -6,46 +6,25 @@ Shape letters: B batch, H query heads, K key/value heads, S sequence, D head siz
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention.dispatch import Backend, Direction, last_choice
-from kernels.attention.reference import reference_attention
+from kernels.attention.masks import Mask, block_sparse, global_local, prefix, window
 from kernels.attention.triton import flash_attention
 from kernels.launch import INTERPRETED
+from kernels.linear_attention.triton import causal_linear_attention
+from planner.attention.problem import AttentionProblem, Variant, obstacle
+from runners.jobs.attention_calls import sdpa_backend
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 MAX_INTERPRETED_TOKENS = 512
-# The float64 reference never holds more than this many scores of one batch item at once.
-MAX_REFERENCE_SCORES = 2**27
+TORCH_VARIANTS = (Variant.EAGER, Variant.SDPA)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """One attention problem: Q [B, H, S, D], K and V [B, K, S, D]."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    sequence_length: int
-    causal: bool
-
-    @property
-    def scale(self) -> float:
-        """The factor on the scores, D^-1/2."""
-        return float(self.head_dim**-0.5)
-
-    def forward_flops(self) -> float:
-        """Return the FLOPs of Q K^T and P V, 4 B H S^2 D, halved when causal."""
-        scores = self.batch * self.heads * self.sequence_length**2
-        return 4.0 * scores * self.head_dim / (2 if self.causal else 1)
-
-
-def eager_attention(shape: AttentionShape) -> Attend:
+def eager_attention(problem: AttentionProblem) -> Attend:
     """Return attention with stored scores, as transformers' eager implementation computes it.
 
     The causal mask is made at the first call and kept: a model makes one for all its layers.
@@ -54,11 +33,11 @@ def eager_attention(shape: AttentionShape) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         nonlocal mask
-        group = shape.heads // shape.kv_heads
+        group = problem.heads // problem.kv_heads
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        scores = torch.matmul(query, key.transpose(2, 3)) * shape.scale
-        if shape.causal:
-            mask = causal_mask(shape.sequence_length, query) if mask is None else mask
+        scores = torch.matmul(query, key.transpose(2, 3)) * problem.scale
+        if problem.causal:
+            mask = causal_mask(problem.sequence_length, query) if mask is None else mask
             scores = scores + mask
         weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         return torch.matmul(weights, value)
@@ -66,7 +45,7 @@ def eager_attention(shape: AttentionShape) -> Attend:
     return attend
 
 
-def sdpa_attention(shape: AttentionShape) -> Attend:
+def sdpa_attention(problem: AttentionProblem) -> Attend:
     """Return torch's scaled_dot_product_attention, which chooses its own backend."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -74,34 +53,95 @@ def sdpa_attention(shape: AttentionShape) -> Attend:
             query,
             key,
             value,
-            is_causal=shape.causal,
-            scale=shape.scale,
-            enable_gqa=shape.heads != shape.kv_heads,
+            is_causal=problem.causal,
+            scale=problem.scale,
+            enable_gqa=problem.heads != problem.kv_heads,
         )
 
     return attend
 
 
-def triton_attention(shape: AttentionShape) -> Attend:
-    """Return our Triton kernel."""
+def triton_attention(problem: AttentionProblem) -> Attend:
+    """Return our kernel."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return flash_attention(query, key, value, causal=shape.causal, scale=shape.scale)
+        return flash_attention(query, key, value, causal=problem.causal, scale=problem.scale)
 
     return attend
 
 
-KERNELS: dict[str, Callable[[AttentionShape], Attend]] = {
-    "eager": eager_attention,
-    "sdpa": sdpa_attention,
-    "triton": triton_attention,
+def _masked(make: Callable[[AttentionProblem, torch.device], Mask]) -> Callable[..., Attend]:
+    """Return our kernel under a mask, which is made at the first call and kept."""
+
+    def attention(problem: AttentionProblem) -> Attend:
+        mask: Mask | None = None
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            nonlocal mask
+            mask = make(problem, query.device) if mask is None else mask
+            return flash_attention(query, key, value, mask=mask, scale=problem.scale)
+
+        return attend
+
+    return attention
+
+
+def _window_mask(problem: AttentionProblem, _: torch.device) -> Mask:
+    reach = problem.window - 1
+    return window(reach, 0 if problem.causal else reach)
+
+
+def _global_mask(problem: AttentionProblem, _: torch.device) -> Mask:
+    reach = problem.window - 1
+    if problem.causal:
+        return global_local(problem.global_tokens, reach)
+    return prefix(problem.global_tokens, reach, reach)
+
+
+def _block_mask(problem: AttentionProblem, device: torch.device) -> Mask:
+    length = problem.sequence_length
+    table = strided_blocks(problem).to(device)
+    return block_sparse(table, problem.block, (length, length), causal=problem.causal)
+
+
+def strided_blocks(problem: AttentionProblem) -> Tensor:
+    """Return the table of blocks (boolean) at a multiple of the stride from a query's own."""
+    number = torch.arange(-(-problem.sequence_length // problem.block))
+    return (number[:, None] - number[None, :]) % problem.block_stride == 0
+
+
+def linear_attention(problem: AttentionProblem) -> Attend:
+    """Return our causal linear attention, another function than softmax attention."""
+    return causal_linear_attention
+
+
+KERNELS: dict[str, Callable[[AttentionProblem], Attend]] = {
+    Variant.EAGER: eager_attention,
+    Variant.SDPA: sdpa_attention,
+    Variant.TRITON: triton_attention,
+    Variant.WINDOW: _masked(_window_mask),
+    Variant.GLOBAL_LOCAL: _masked(_global_mask),
+    Variant.BLOCK_SPARSE: _masked(_block_mask),
+    Variant.LINEAR: linear_attention,
 }
 
 
-def backends_that_ran(kernel: str) -> dict[str, str] | None:
-    """Return by direction which of our kernels computed the latest call; None for torch's own."""
-    if kernel != "triton":
-        return None
+def backends_that_ran(
+    variant: Variant, problem: AttentionProblem, inputs: tuple[Tensor, Tensor, Tensor]
+) -> dict[str, str]:
+    """Return by direction what computed the latest call of a variant."""
+    if variant is Variant.EAGER:
+        return {direction.value: "torch" for direction in Direction}
+    if variant is Variant.SDPA:
+        chosen = sdpa_backend(
+            *inputs,
+            is_causal=problem.causal,
+            scale=problem.scale,
+            enable_gqa=problem.heads != problem.kv_heads,
+        )
+        return {direction.value: chosen for direction in Direction}
+    if variant is Variant.LINEAR:
+        return {direction.value: Backend.TRITON.value for direction in Direction}
     choices = {direction.value: last_choice(direction) for direction in Direction}
     return {
         direction: (choice.backend if choice else Backend.TRITON).value
@@ -110,14 +150,17 @@ def backends_that_ran(kernel: str) -> dict[str, str] | None:
 
 
 def reason_to_skip(
-    kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    variant: str, problem: AttentionProblem, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a kernel cannot run here, or None."""
-    if kernel != "triton" or device.type == "cuda":
+    """Return why a variant cannot run here, or None."""
+    cannot = obstacle(problem, Variant(variant))
+    if cannot is not None:
+        return cannot
+    if variant in TORCH_VARIANTS or device.type == "cuda":
         return None
     if not INTERPRETED:
         return "Triton kernels need a GPU, or TRITON_INTERPRET=1 for small shapes"
-    tokens = shape.batch * shape.heads * shape.sequence_length
+    tokens = problem.batch * problem.heads * problem.sequence_length
     if tokens > MAX_INTERPRETED_TOKENS:
         return f"the interpreter is for B*H*S up to {MAX_INTERPRETED_TOKENS}, this is {tokens}"
     if dtype == torch.bfloat16:
@@ -129,46 +172,3 @@ def causal_mask(length: int, like: Tensor) -> Tensor:
     """Return the additive mask [S, S]: 0 where key <= query, the dtype's minimum elsewhere."""
     lowest = torch.finfo(like.dtype).min
     return torch.full((length, length), lowest, dtype=like.dtype, device=like.device).triu_(1)
-
-
-def reference_blocks(shape: AttentionShape) -> list[slice]:
-    """Return the query rows to compare: all of them, or a block each at start, middle and end.
-
-    Together they need at most MAX_REFERENCE_SCORES scores of one batch item.
-    """
-    length = shape.sequence_length
-    rows = MAX_REFERENCE_SCORES // (shape.heads * length)
-    if rows >= length:
-        return [slice(0, length)]
-    block = max(1, rows // 3)
-    starts = (0, (length - block) // 2, length - block)
-    return [slice(start, start + block) for start in starts]
-
-
-def reference_output(shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the float64 output [1, H, R, D] of batch item 0 at the rows of `reference_blocks`."""
-    parts = []
-    for rows in reference_blocks(shape):
-        # Causal masks are aligned to the last key: with the later keys cut off, to the last row.
-        keys = slice(0, rows.stop if shape.causal else shape.sequence_length)
-        parts.append(
-            reference_attention(
-                query[:1, :, rows],
-                key[:1, :, keys],
-                value[:1, :, keys],
-                causal=shape.causal,
-                scale=shape.scale,
-            )[0]
-        )
-    return torch.cat(parts, dim=2)
-
-
-def reference_gradients(
-    shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor, upstream: Tensor
-) -> tuple[Tensor, ...] | None:
-    """Return float64 gradients of Q, K and V for batch item 0; None where they are too large."""
-    if len(reference_blocks(shape)) > 1:
-        return None
-    inputs = [x[:1].detach().double().requires_grad_() for x in (query, key, value)]
-    output, _ = reference_attention(*inputs, causal=shape.causal, scale=shape.scale)
-    return torch.autograd.grad(output, inputs, upstream[:1].double())
