@@ -34,7 +34,7 @@ def sdpa_backend(problem: AttentionProblem, gpu: Gpu) -> str:
 def our_backend(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> str:
     """Return which of our kernels runs: hopper for full and causal 16-bit calls, else triton.
 
-    The rule of kernels/attention/dispatch.py, for contiguous tensors. It is the forward's.
+    The rule of kernels/attention/dispatch.py, for contiguous tensors, in both directions.
     """
     is_hopper = gpu.compute_capability in ("9.0", None)
     plain = is_plain(problem, variant)

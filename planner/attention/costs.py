@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.attention.backends import sdpa_backend
-from planner.attention.memory import FP32_BYTES, Sizes, linear_tile, our_backward_backend
+from planner.attention.backends import our_backend, sdpa_backend
+from planner.attention.memory import FP32_BYTES, Sizes, linear_tile
 from planner.attention.problem import AttentionProblem, Numbers, Variant, visible_pairs
 from planner.errors import PlanError
 from planner.hardware import Gpu
@@ -101,7 +101,7 @@ def _fused(
     gradient_flops = product * _FUSED_BACKWARD_PRODUCTS
     inputs = 2 * sizes.query + 2 * sizes.key + 2 * sizes.rows
     is_ours = variant is not Variant.SDPA
-    if is_ours and our_backward_backend(problem, variant, gpu) == "triton":
+    if is_ours and our_backend(problem, variant, gpu) == "triton":
         # Two kernels, dK and dV, then dQ: each computes the weights and their gradient itself.
         moved = 2 * inputs + sizes.query + 2 * sizes.key
         again = product * _FORWARD_PRODUCTS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.attention.backends import sdpa_backend
+from planner.attention.backends import our_backend, sdpa_backend
 from planner.attention.problem import AttentionProblem, Numbers, Variant
 from planner.hardware import Gpu
 from planner.memory.overheads import CONTEXT_BYTES, workspace_bytes
@@ -108,21 +108,14 @@ def footprint(problem: AttentionProblem, variant: Variant, gpu: Gpu, s: Numbers)
         return _sdpa(problem, sizes, sdpa_backend(problem, gpu))
     if variant is Variant.LINEAR:
         return _linear(problem, sizes)
-    return _ours(problem, sizes, variant, our_backward_backend(problem, variant, gpu))
-
-
-def our_backward_backend(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> str:
-    """Return which of our kernels computes the backward."""
-    return "triton"
+    return _ours(problem, sizes, variant, our_backend(problem, variant, gpu))
 
 
 def _gradients(sizes: Sizes) -> dict[str, Numbers]:
     return {"dQ": sizes.query, "dK": sizes.key, "dV": sizes.key}
 
 
-def _ours(
-    problem: AttentionProblem, sizes: Sizes, variant: Variant, backward_backend: str
-) -> Footprint:
+def _ours(problem: AttentionProblem, sizes: Sizes, variant: Variant, backend: str) -> Footprint:
     """Our kernel: kernels/attention/triton.py and hopper_backward.py name what they allocate."""
     kept: dict[str, Numbers] = {"output": sizes.query, "log-sum-exp": sizes.rows}
     if variant is Variant.BLOCK_SPARSE:
@@ -130,7 +123,7 @@ def _ours(
         # int32 lists of the blocks that each block of queries sees, and that see each of keys.
         kept["block lists"] = 2 * FP32_BYTES * blocks * (blocks + 2)
     backward = {**kept, "row sums": sizes.rows, **_gradients(sizes)}
-    if backward_backend == "hopper":
+    if backend == "hopper":
         padded = np.ceil(sizes.s / _ROW_PADDING) * _ROW_PADDING
         backward["dQ in fp32"] = sizes.query * (FP32_BYTES / sizes.element)
         backward["padded rows"] = padded * float(2 * FP32_BYTES * problem.batch * problem.heads)
