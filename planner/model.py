@@ -72,7 +72,8 @@ class ModelSpec:
     chooses `groups_per_token` of them first. `rotary_dim` elements of a head are rotated, none with
     learned positions. `flags` are sentences about what was noticed in the configuration. `trace`
     names what a model of no family was traced as (`planner.traced`); what only families know of
-    their models is then 0. `multiplies_for_angles`, `masks_experts`: see `planner.as_run`.
+    their models is then 0. `multiplies_for_angles`, `masks_experts` and
+    `portable_attention`: see `planner.as_run`.
     """
 
     name: str
@@ -108,6 +109,7 @@ class ModelSpec:
     trace: str | None = None
     multiplies_for_angles: bool = False
     masks_experts: bool = False
+    portable_attention: tuple[str, ...] = ()
 
     @property
     def query_size(self) -> int:

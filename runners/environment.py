@@ -9,12 +9,15 @@ import os
 import platform
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from planner.as_run import ATTENTION_KERNELS
 
 _PACKAGES = ("torch", "triton", "transformers", "numpy")
 _VARIABLES = (
@@ -50,7 +53,14 @@ def capture_environment(device: torch.device) -> dict[str, Any]:
         "host": _hash_host_name(),
         "source": _capture_source(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        ATTENTION_KERNELS: _capture_attention_kernels(),
     }
+
+
+def _capture_attention_kernels() -> dict[str, list[str]] | None:
+    """Return which kernels our attention ran on by direction; None where it was not asked for."""
+    dispatch: Any = sys.modules.get("kernels.attention.dispatch")
+    return None if dispatch is None else dispatch.chosen_backends()
 
 
 def device_baseline_bytes(local_index: int) -> int | None:

@@ -49,11 +49,11 @@ each direction. Beside its results the `hopper` forward holds one tile list for 
 the next call: 4 (1 + multiprocessors + B Hq ceil(S / R)) bytes, R = 192 rows at head sizes up to 64,
 else 128.
 
-The `hopper` backward takes full and causal masks, and runs only where `hopper` is asked for by name:
-until it returns it holds, beside dq, dk and dv, dQ in fp32 (4 B Sq Hq D bytes) and padded rows of
-logsumexp and delta (8 bytes for each of B Hq Sq, Sq rounded up to 128), which no memory prediction counts yet. dK and dV
-repeat bit for bit; dQ is added up in no fixed order. The portable backward, which `auto` takes, repeats
-every bit, and it alone runs where torch is told to use deterministic algorithms.
+The `hopper` backward takes full and causal masks. Until it returns it holds, beside dq, dk and dv, dQ in
+fp32 (4 B Sq Hq D bytes) and padded rows of logsumexp and delta (8 bytes for each of B Hq Sq, Sq rounded
+up to 128); predictions of a training step count both, and the tile list (`planner/memory/attention.py`).
+dK and dV repeat bit for bit; dQ is added up in no fixed order. The portable backward repeats every bit,
+and it alone runs where torch is told to use deterministic algorithms.
 
 ## Attention: what a query sees
 

@@ -37,7 +37,6 @@ MAX_HEAD_DIM = 256
 HOPPER_MASKS = ("full", "causal", "window")
 MAX_BACKWARD_HEAD_DIM = 128
 HOPPER_BACKWARD_MASKS = ("full", "causal")
-ON_REQUEST = "the fp32 accumulator of its dQ is in no prediction yet: it must be asked for by name"
 UNPROVEN = "this form has not run on a GPU yet: it must be asked for by name"
 
 
@@ -123,8 +122,7 @@ def choose(
 ) -> Choice:
     """Return the backend for `problem`; `wanted` is auto or a Backend.
 
-    The Hopper backward is taken only where `wanted` names it (ON_REQUEST). Raises ValueError if
-    `wanted` is unknown, or is hopper and that cannot be done.
+    Raises ValueError if `wanted` is unknown, or is hopper and that cannot be done.
     """
     allowed = ("auto", *Backend)
     if wanted not in allowed:
@@ -133,8 +131,6 @@ def choose(
     reason = backward_obstacle(problem) if is_backward else obstacle(problem)
     if wanted == Backend.TRITON:
         return Choice(Backend.TRITON, "triton was asked for")
-    if is_backward and wanted == "auto":
-        return Choice(Backend.TRITON, reason or ON_REQUEST)
     if reason is None and wanted == "auto" and not _is_proven(problem):
         return Choice(Backend.TRITON, UNPROVEN)
     if reason is None:
@@ -210,6 +206,7 @@ def _triton_version() -> tuple[int, int]:
 # Set by `forced_backend`. One for all threads: autograd runs a backward in a thread of its own.
 _forced: list[str] = []
 _ran: dict[Direction, Choice] = {}
+_backends: dict[Direction, set[Backend]] = {direction: set() for direction in Direction}
 
 
 @contextmanager
@@ -226,6 +223,7 @@ def pick(direction: Direction, problem: Problem) -> Backend:
     """Choose a backend for one direction, and remember the choice for `last_choice`."""
     wanted = _forced[-1] if _forced else os.environ.get(VARIABLE, "auto")
     _ran[direction] = choose(problem, wanted, direction)
+    _backends[direction].add(_ran[direction].backend)
     return _ran[direction].backend
 
 
@@ -249,3 +247,8 @@ def takes_hopper_backward(tensors: dict[str, Tensor], mask: str, *, plain: bool)
 def last_choice(direction: Direction) -> Choice | None:
     """Return what computed the latest call of this process in one direction, None before any."""
     return _ran.get(direction)
+
+
+def chosen_backends() -> dict[str, list[str]]:
+    """Return by direction every backend that computed a call of this process, in order of names."""
+    return {direction.value: sorted(found) for direction, found in _backends.items()}

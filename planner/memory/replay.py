@@ -160,11 +160,16 @@ class ModelReplay:
         sums_in_place: bool,
         later_steps: StepSequence | None = None,
         lora_rank: int = 0,
-        attention_workspace_bytes: int = 0,
+        attention_workspaces: Sequence[Sequence[int]] = (),
+        tile_list_bytes: int = 0,
     ) -> None:
-        """`later_steps`: of micro-batches that find gradients where the first found none."""
+        """`later_steps`: of micro-batches that find gradients where the first found none.
+
+        For the last two see `planner.memory.attention`.
+        """
         self._engine, self._allocator = engine, memory.allocator
-        self._attention_workspace_bytes = attention_workspace_bytes
+        self._memory, self._tile_list_bytes = memory, tile_list_bytes
+        self._attention_workspaces = attention_workspaces
         self._sums_in_place = sums_in_place
         self._sizes = micro_batch, sequence_length, lora_rank
         # Autograd holds the head's share of a tied weight until the embedding's has been added.
@@ -194,7 +199,7 @@ class ModelReplay:
 
     def _requests_of(self, spec: ModelSpec, sequence: StepSequence) -> Requests:
         values = monomial_values(spec, sequence.steps.monomials, *self._sizes)
-        has_workspace = self._attention_workspace_bytes > 0
+        has_workspace = any(self._attention_workspaces)
         layout = lay_out(sequence, self._engine.follows_gradients, has_workspace)
         sizes_bytes = layout.sizes_bytes(np.rint(values * 2).astype(np.int64))
         return Requests(layout, self._kinds(spec, layout), sizes_bytes)
@@ -231,21 +236,26 @@ class ModelReplay:
         for section in sections:
             name, layer = section.place
             engine.before(name, layer)
+            if name == "layer":
+                self._memory.take("tile list", self._tile_list_bytes)
             for first, end, cut in section.stretches:
                 if first < end:
                     record(SERVE, start + first, start + end, first_slot)
                 if cut == GRADIENT:
                     self._tell_of_gradient(end)
                 elif cut == ATTENTION_GRADIENTS:
-                    self._allocator.release(
-                        self._allocator.allocate(self._attention_workspace_bytes)
-                    )
+                    self._pass_workspaces(layer)
                 elif cut != NO_CUT:
                     self._stop_at(cut, section)
             gradients = [self._tensor(request) for request in section.gradients]
             engine.after(name, layer, [block for block in gradients if block is not None])
             if name == "embed":
                 engine.after_embedding()
+
+    def _pass_workspaces(self, layer: int) -> None:
+        taken = [self._allocator.allocate(size) for size in self._attention_workspaces[layer]]
+        for block in taken:
+            self._allocator.release(block)
 
     def _tensor(self, request: int) -> Block | None:
         """What a request took, if it took something that is still there."""

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from planner.hardware import Gpu
+from planner.memory.attention import attention_workspaces, tile_list_bytes
 from planner.memory.beside import one_stage_beside
 from planner.memory.fsdp2 import casts_to_reduce
 from planner.memory.offload import OffloadedReplay
-from planner.memory.overheads import attention_workspace_bytes, workspace_bytes
+from planner.memory.overheads import workspace_bytes
 from planner.memory.replay import EngineReplay, Memory, ModelReplay, Replayed, replay
 from planner.memory.replay_beside import BufferedEngine
 from planner.memory.replay_ddp import DdpReplay
@@ -89,7 +90,8 @@ def build_replay(
         sums_in_place=_sums_in_place(workload, parallelism),
         lora_rank=workload.lora_rank,
         later_steps=load_steps(template, "added") if _adds_to_whole(*plan) else None,
-        attention_workspace_bytes=attention_workspace_bytes(spec, workload, hardware),
+        attention_workspaces=attention_workspaces(spec, workload, hardware),
+        tile_list_bytes=tile_list_bytes(spec, workload, hardware),
     )
     return model, engine
 

@@ -6,6 +6,7 @@ layers; a plan adds only its sizes, all at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from planner.memory.blocks import NOTHING, ROUNDING_BYTES
 from planner.memory.groups import Place
-from planner.memory.sections import COMPONENTS, MARKS, StepSequence, allocations
+from planner.memory.sections import COMPONENTS, MARKS, Row, StepSequence, allocations
 
 # Cuts of a section beside its marks: behind the gradient of the head's weight in the loss's
 # backward, behind the first product there, behind the gradient of the embedding's weight; and before
@@ -126,6 +127,7 @@ class _Builder:
         self._requests: list[tuple[int, int, int]] = []
         self._kinds: dict[tuple[int, int], int] = {}
         self._request_of: dict[int, int] = {}
+        self._attention_gradients: dict[int, int | None] = {}
 
     def layout(self) -> Layout:
         """The finished layout."""
@@ -179,23 +181,55 @@ class _Builder:
         return Section(place, tuple(stretches), tuple(gradients.values()))
 
     def _attention_slot(self, place: Place) -> int | None:
-        """The slot of the third of a layer's three gradients that fused attention makes in a row.
-
-        Queries with all heads, keys and values with those that they have.
-        """
+        """The slot of the last gradient of a layer's fused attention, if it is to be known."""
         if not self._stops_at_attention or place.section != "layer_backward":
             return None
-        rows, number = self._sequence.rows(place), 0
-        names = self._sequence.steps.monomials
-        for row, following, third in zip(rows, rows[1:], rows[2:], strict=False):
-            if len(row) == len(following) == len(third) == 3 and following[1] == third[1]:
-                factors = names[row[1]].split("*")
-                if "group" in factors:
-                    factors.remove("group")
-                    if "*".join(factors) == names[third[1]] and row[2] == third[2]:
-                        return self._first_slot[place] + number + 2
-            number += len(row) == 3
-        return None
+        rows = self._sequence.rows(place)
+        # By identity: the sequence holds rows, which many layers share, as long as this.
+        if id(rows) not in self._attention_gradients:
+            names = self._sequence.steps.monomials
+            self._attention_gradients[id(rows)] = _last_attention_gradient(rows, names)
+        number = self._attention_gradients[id(rows)]
+        return None if number is None else self._first_slot[place] + number
+
+
+def _last_attention_gradient(rows: Sequence[Row], names: Sequence[str]) -> int | None:
+    """Which allocation is the last of the three gradients that a fused attention makes in a row.
+
+    Before queries with all heads, keys and values with theirs, come the sums of all heads' rows. A
+    forward that runs again can have such tensors too, but earlier.
+    """
+    found = None
+    for number, (sums, queries, keys, values) in _allocations_in_a_row(rows, 4):
+        sizes = [(names[row[1]], row[2]) for row in (queries, keys, values)]
+        if _is_sum_of_heads(names[sums[1]]) and sums[2] == 4 and _are_heads(*sizes):
+            found = number + 3
+    return found
+
+
+def _allocations_in_a_row(rows: Sequence[Row], length: int) -> Iterator[tuple[int, Sequence[Row]]]:
+    """Yield so many allocations with nothing between them, with the number of the first."""
+    number = 0
+    for first, row in enumerate(rows):
+        run = rows[first : first + length]
+        if len(run) == length and all(len(other) == 3 for other in run):
+            yield number, run
+        number += len(row) == 3
+
+
+def _is_sum_of_heads(monomial: str) -> bool:
+    return set(monomial.split("*")) - {"group"} == {"batch", "seq", "kv_heads"}
+
+
+def _are_heads(queries: tuple[str, int], keys: tuple[str, int], values: tuple[str, int]) -> bool:
+    """Whether these monomials and bytes are of queries of all heads, keys and values of theirs.
+
+    Where no heads share keys and values, all three are alike.
+    """
+    factors = queries[0].split("*")
+    shared = "*".join(factor for factor in factors if factor != "group")
+    is_one_size = queries[1] == keys[1] and keys == values
+    return "half_head_dim" in factors and is_one_size and keys[0] in (queries[0], shared)
 
 
 def _is_of_weight(monomial: str) -> bool:

@@ -18,11 +18,11 @@ from planner.units import MIB_BYTES
 from planner.workload import Precision, TrainingWorkload
 
 
-def plan_of(model: str) -> Plan:
+def plan_of(model: str, attention: str = "sdpa") -> Plan:
     return parse_plan(
         {
             "model": {"preset": model},
-            "workload": {"sequence_length": 1024},
+            "workload": {"sequence_length": 1024, "attention": attention},
             "hardware": {"preset": "h200-sxm5-141gb"},
         }
     )
@@ -101,3 +101,23 @@ def test_what_was_not_traced_with_the_older_is_predicted_as_the_newest_runs_it()
     assert stored.family == OLDER + "mixtral"
     fp32 = traced(plan.model, replace(plan.workload, precision=Precision.FP32), 1024)
     assert fp32.family == "mixtral"
+
+
+@pytest.mark.parametrize(
+    ("noted", "portable"),
+    [
+        ({}, ("forward", "backward")),
+        ({"attention_kernels": None}, ("forward", "backward")),
+        ({"attention_kernels": {"forward": ["hopper"], "backward": ["triton"]}}, ("backward",)),
+        ({"attention_kernels": {"forward": ["hopper"], "backward": ["hopper"]}}, ()),
+        # Some layers have a window; out of memory before the first backward.
+        ({"attention_kernels": {"forward": ["hopper", "triton"], "backward": []}}, ()),
+    ],
+)
+def test_rows_tell_which_attention_kernels_ran(
+    noted: dict[str, Any], portable: tuple[str, ...]
+) -> None:
+    environment = {"versions": {"transformers": "5.24.0"}, **noted}
+    found = as_run(plan_of("Qwen/Qwen3-0.6B", "triton"), environment)
+    assert found.model.portable_attention == portable
+    assert as_run(plan_of("Qwen/Qwen3-0.6B"), environment).model.portable_attention == ()

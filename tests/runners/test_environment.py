@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 
 import pytest
 import torch
@@ -43,3 +44,13 @@ def test_a_visible_gpu_is_named_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_driver_there_is_no_baseline() -> None:
     assert device_baseline_bytes(0) is None
+
+
+def test_it_says_on_what_our_attention_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.attention import dispatch
+
+    ran = {"forward": ["hopper"], "backward": ["hopper", "triton"]}
+    monkeypatch.setattr(dispatch, "chosen_backends", lambda: ran)
+    assert capture_environment(CPU)["attention_kernels"] == ran
+    monkeypatch.delitem(sys.modules, "kernels.attention.dispatch")
+    assert capture_environment(CPU)["attention_kernels"] is None

@@ -137,11 +137,9 @@ def test_the_choice_is_remembered_per_direction(monkeypatch: pytest.MonkeyPatch)
     assert backward.reason == "its mask is of kind blocks, not full or causal"
 
 
-def test_the_hopper_backward_runs_only_where_it_is_named() -> None:
+def test_the_hopper_backward_takes_what_it_can() -> None:
     auto = dispatch.choose(HOPPER, direction=Direction.BACKWARD)
-    assert auto == dispatch.Choice(Backend.TRITON, dispatch.ON_REQUEST)
-    named = dispatch.choose(HOPPER, "hopper", Direction.BACKWARD)
-    assert named == dispatch.Choice(Backend.HOPPER, None)
+    assert auto == dispatch.Choice(Backend.HOPPER, None)
     refused = [
         ({"mask": "window"}, "kind window"),
         ({"deterministic": True}, "order"),
@@ -149,8 +147,21 @@ def test_the_hopper_backward_runs_only_where_it_is_named() -> None:
         ({"value_head_dim": 64}, "another head size"),
     ]
     for change, said in refused:
+        other = dispatch.choose(replace(HOPPER, **change), direction=Direction.BACKWARD)
+        assert other.backend is Backend.TRITON and other.reason is not None
+        assert said in other.reason
         with pytest.raises(ValueError, match=said):
             dispatch.choose(replace(HOPPER, **change), "hopper", Direction.BACKWARD)
+
+
+def test_every_backend_that_ran_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: dict[Direction, set[Backend]] = {direction: set() for direction in Direction}
+    monkeypatch.setattr(dispatch, "_backends", ran)
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    assert dispatch.chosen_backends() == {"forward": [], "backward": []}
+    dispatch.pick(Direction.BACKWARD, replace(HOPPER, mask="window"))
+    dispatch.pick(Direction.BACKWARD, HOPPER)
+    assert dispatch.chosen_backends() == {"forward": [], "backward": ["hopper", "triton"]}
 
 
 def test_environment_and_argument_overrule(monkeypatch: pytest.MonkeyPatch) -> None:
