@@ -30,6 +30,7 @@ class RunKind(StrEnum):
     TRAIN_STEP = "train_step"
     ATTENTION = "attention"
     CALIBRATE = "calibrate"
+    DECODE = "decode"
 
 
 class RunWorld(StrEnum):

@@ -36,6 +36,7 @@ class Kind(StrEnum):
     TRAIN_STEP = "train_step"
     ATTENTION = "attention"
     CALIBRATE = "calibrate"
+    DECODE = "decode"
 
 
 # What the spec of each kind must hold.
@@ -43,6 +44,7 @@ _SPEC_PARTS = {
     Kind.TRAIN_STEP: "plan",
     Kind.ATTENTION: "attention",
     Kind.CALIBRATE: "calibration",
+    Kind.DECODE: "decode",
 }
 
 

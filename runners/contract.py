@@ -23,6 +23,7 @@ class JobKind(StrEnum):
     TRAIN_STEP = "train_step"
     ATTENTION = "attention"
     CALIBRATE = "calibrate"
+    DECODE = "decode"
 
 
 class World(StrEnum):
@@ -52,7 +53,8 @@ class JobSpec:
     """One run to execute.
 
     `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`;
-    `calibration` holds `world_size` and `budget_s` for `calibrate`.
+    `calibration` holds `world_size` and `budget_s` for `calibrate`; `decode` is what a decode run is
+    asked (planner/decode_run.py).
     `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
     profiler. `load_from` is a folder of saved steps, or one of them, from whose training the run
     goes on; `save_to` is the folder that its own last step is saved to (docs/checkpoints.md).

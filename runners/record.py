@@ -65,7 +65,8 @@ class Entry:
         if self.spec.calibration is not None:
             return f"calibrate {self.spec.world}"
         if self.spec.plan is None:
-            return " ".join(f"{k}={v}" for k, v in (self.spec.attention or {}).items())
+            asked = self.spec.attention or self.spec.decode or {}
+            return " ".join(f"{k}={v}" for k, v in asked.items())
         plan = self.spec.plan
         values = {**plan["workload"], **plan["parallelism"]}
         shown = [f"{_SHORT_NAMES[k]}={v}" for k, v in sorted(values.items()) if k in _SHORT_NAMES]

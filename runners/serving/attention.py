@@ -109,7 +109,7 @@ def _attend(
     group = query.shape[1] // view.k.shape[1]
     if step.past is None or query.shape[2] * group <= MAX_ROWS:
         decode = decode_attention if step.backend is AttentionBackend.PEAKMARK else _plain_decode
-        options = {
+        options: dict[str, Any] = {
             "block_table": view.block_table, "k_scale": view.k_scale, "v_scale": view.v_scale,
         }  # fmt: skip
         return decode(query, view.k, view.v, lengths, scale=scale, window=view.window, **options)

@@ -37,6 +37,11 @@ class Decoder:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens = torch.zeros(cache.rows, 1, dtype=torch.long, device=device)
 
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether steps are replayed as a CUDA graph."""
+        return self._graphs
+
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, rows: slice, *, past: int = 0) -> Tensor:
         """Run tokens (B, S) as the next ones of empty rows, or of rows of `past` tokens each.

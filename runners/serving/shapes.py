@@ -55,11 +55,11 @@ _REFUSED = {
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ()
     if not kinds or window is None:
-        return (window,) * config.num_hidden_layers
-    known = {"full_attention": None, "sliding_attention": window}
+        return (window,) * int(config.num_hidden_layers)
+    known: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
     if not set(kinds) <= set(known):
         odd = ", ".join(sorted(set(kinds) - set(known)))
         sentence = f"model has layers of the kind {odd}: allowed are {', '.join(known)}."
