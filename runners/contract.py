@@ -74,6 +74,7 @@ class JobSpec:
     calibration: Mapping[str, Any] | None = None
     save_to: str | None = None
     load_from: str | None = None
+    decode: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""
