@@ -32,9 +32,15 @@ class Work:
     bytes: Numbers
     rate: str
 
-    def roofline_s(self, flop_s: float, bytes_s: float) -> Numbers:
-        """Return max(FLOPs / rate, bytes / bandwidth)."""
-        longer: Numbers = np.maximum(self.flops / flop_s, self.bytes / bytes_s)
+    def flop_s(self, gpu: Gpu) -> float:
+        """Return the vendor's rate of `gpu` for these products."""
+        return rate_flop_s(gpu, self.rate)
+
+    def roofline_s(self, gpu: Gpu) -> Numbers:
+        """Return max(FLOPs / rate, bytes / bandwidth) at the vendor's rates."""
+        longer: Numbers = np.maximum(
+            self.flops / self.flop_s(gpu), self.bytes / gpu.mem_bandwidth_bytes_s
+        )
         return longer
 
 
@@ -84,7 +90,7 @@ def time_s(parts: tuple[Work, ...], gpu: Gpu) -> Numbers:
     """Return the sum of the kernels' rooflines at the vendor's rates: a bound from below."""
     total: Numbers = 0.0
     for part in parts:
-        total = total + part.roofline_s(rate_flop_s(gpu, part.rate), gpu.mem_bandwidth_bytes_s)
+        total = total + part.roofline_s(gpu)
     return total
 
 

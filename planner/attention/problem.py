@@ -103,7 +103,7 @@ def parse_problem(given: object) -> AttentionProblem:
 
 
 def _check_together(problem: AttentionProblem) -> None:
-    if problem.dtype not in DTYPE_BYTES:
+    if not isinstance(problem.dtype, str) or problem.dtype not in DTYPE_BYTES:
         raise PlanError("attention.dtype", problem.dtype, f"one of {', '.join(DTYPE_BYTES)}")
     if problem.heads % problem.kv_heads:
         raise PlanError("attention.kv_heads", problem.kv_heads, "a divisor of attention.heads")
