@@ -1,7 +1,8 @@
 """Compile the Hopper attention forward without a GPU and print what ptxas says, as JSON lines.
 
-Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
-head_dim:dtype:causal:masking.
+Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request:
+head_dim:dtype:causal:masking of the persistent kernel, or single:head_dim:value_head_dim:dtype:right:left
+of the one that runs a program per tile.
 """
 
 from __future__ import annotations
@@ -21,20 +22,54 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kernels.attention.hopper_common import tile_layout
 from kernels.attention.hopper_forward import forward_kernel
-from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, forward_tile
+from kernels.attention.hopper_single import single_forward_kernel
+from kernels.attention.schedule import BLOCK_KEYS, GROUP_ROWS, forward_tile, single_tile
 from tests.kernels.ptxas import assemble
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def descriptor(rows: int, columns: int, dtype: str) -> str:
+    """Return the type of a tensor descriptor of (1, 1, rows, columns) tiles."""
+    layout = tile_layout(rows, columns, DTYPES[dtype])
+    return f"tensordesc<{dtype}{[1, 1, rows, columns]},{layout!r}>"
+
+
+def single_source_of(request: str) -> GluonASTSource:
+    """Return the kernel of one program per tile with the types that a launch gives it."""
+    head_dim, value_head_dim, dtype, right, left = request.split(":")
+    tile = single_tile(int(head_dim), int(value_head_dim))
+    constants: dict[str, Any] = {
+        "NC": tile.groups,
+        "BM": GROUP_ROWS,
+        "BN": tile.keys,
+        "D": tile.columns,
+        "EXTRA": tile.extra,
+        "STAGES": tile.stages,
+        "RIGHT": right == "1",
+        "LEFT": left == "1",
+        "REGISTERS": tile.registers,
+    }
+    names = single_forward_kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | {"lse_ptr": "*fp32", "scale_log2": "fp32"}
+    for name in ("q_d", "o_d"):
+        signature[name] = descriptor(GROUP_ROWS, tile.columns, dtype)
+    for name in ("k_d", "v_d"):
+        signature[name] = descriptor(tile.keys, tile.columns, dtype)
+    extra = tile.extra or tile.columns
+    signature |= {"qx_d": descriptor(GROUP_ROWS, extra, dtype)}
+    signature |= {"kx_d": descriptor(tile.keys, extra, dtype)}
+    signature |= dict.fromkeys(constants, "constexpr")
+    attributes = {(names.index("lse_ptr"),): [["tt.divisibility", 16]]}
+    return GluonASTSource(single_forward_kernel, signature, constants, attributes)
+
+
 def source_of(request: str) -> GluonASTSource:
     """Return the kernel with the types and divisibility that a launch gives it."""
+    if request.startswith("single:"):
+        return single_source_of(request.removeprefix("single:"))
     head_dim, dtype, causal, masking = request.split(":")
     tile = forward_tile(int(head_dim))
-
-    def descriptor(rows: int) -> str:
-        layout = tile_layout(rows, tile.columns, DTYPES[dtype])
-        return f"tensordesc<{dtype}{[1, 1, rows, tile.columns]},{layout!r}>"
 
     constants: dict[str, Any] = {
         "NC": tile.groups,
@@ -47,8 +82,8 @@ def source_of(request: str) -> GluonASTSource:
         "REGISTERS": tile.registers,
     }
     signature = dict.fromkeys(forward_kernel.arg_names, "i32")
-    signature |= {"q_d": descriptor(GROUP_ROWS), "o_d": descriptor(GROUP_ROWS)}
-    signature |= {"k_d": descriptor(BLOCK_KEYS), "v_d": descriptor(BLOCK_KEYS)}
+    rows, keys = (descriptor(size, tile.columns, dtype) for size in (GROUP_ROWS, BLOCK_KEYS))
+    signature |= {"q_d": rows, "o_d": rows, "k_d": keys, "v_d": keys}
     signature |= {"lse_ptr": "*fp32", "lists": "*i32", "scale_log2": "fp32"}
     signature |= dict.fromkeys(constants, "constexpr")
     positions = [forward_kernel.arg_names.index(name) for name in ("lse_ptr", "lists")]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +26,12 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_no_form_spills_and_products_stay_asynchronous(head_dim: int) -> None:
-    requests = REQUESTS[head_dim]
+# Of the kernel with one program per tile: windows where registers are fewest, and unequal heads.
+SINGLE_REQUESTS = ["single:64:64:bf16:1:1", "single:192:128:bf16:1:0"]
+
+
+def compile_all(requests: list[str]) -> list[dict[str, Any]]:
+    """Return the probe's reports."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     probe = str(Path(__file__).with_name("hopper_compile_probe.py"))
     finished = subprocess.run(
@@ -44,8 +48,22 @@ def test_no_form_spills_and_products_stay_asynchronous(head_dim: int) -> None:
         assert report["spilled_bytes"] == 0, report
         assert not report["serialised"], report
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
+        assert report["setmaxnreg"] > 0, report
+    return reports
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_no_form_spills_and_products_stay_asynchronous(head_dim: int) -> None:
+    for report in compile_all(REQUESTS[head_dim]):
         # Per group: 8 products of 16 keys, and D / 16 products of scores, in prologue and loop.
         assert report["wgmma"] >= 2 * (8 + head_dim // 16), report
-        assert report["setmaxnreg"] > 0, report
         # Without a causal mask every tile walks as many blocks.
         assert report["follows_tile"] or ":bf16:0:" in report["request"], report
+
+
+def test_no_form_of_one_program_per_tile_spills() -> None:
+    window, unequal = compile_all(SINGLE_REQUESTS)
+    # Per group: scores before and in each loop, values after and in each: 3 loops with a window, 2
+    # without. By block: 4 and 8 products of 16 columns or keys (three groups), 12 and 8 (two).
+    assert window["wgmma"] == 3 * 4 * (4 + 8), window
+    assert unequal["wgmma"] == 2 * 3 * (12 + 8), unequal
