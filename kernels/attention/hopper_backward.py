@@ -44,11 +44,23 @@ class Tile:
 # fast, at 128 it is no faster and spills more.
 TILES = {64: Tile(64, 2, True, 240), 128: Tile(64, 2, False, 240)}
 KEYS = device.KEYS.value * device.GROUPS.value
+# About twice as many as an H200 runs at once.
+LAST_PROGRAMS = 256
 
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the columns of a tile, 64 or 128; TMA reads those past the head size as zero."""
     return 64 if head_dim <= 64 else 128
+
+
+def interleaved_heads(heads: int, tiles: int, causal: bool) -> int:
+    """Return how many of `heads` are dealt out together at the end, of `tiles` key tiles each.
+
+    Under a causal mask a head's first tiles take longest: the last programs of the grid are ordered by
+    length, so that all multiprocessors end together. Heads before them keep their queries in the L2
+    cache one after another.
+    """
+    return min(heads, triton.cdiv(LAST_PROGRAMS, tiles)) if causal else 1
 
 
 def temporary_bytes(batch: int, heads: int, seq_q: int, head_dim: int) -> int:
@@ -127,8 +139,10 @@ def _launch(
     k_d, v_d, dk_d, dv_d = (tile_descriptor(t, half, columns) for t in (k, v, dk, dv))
     lse_d, delta_d = (_describe_row_values(values.view(-1), tile.queries) for values in rows)
     dq_d = tile_descriptor(accumulator, tile.queries, columns // 2)
-    sizes = (seq_q, seq_k, kv_heads, heads // kv_heads, rows.shape[-1])
-    device.backward_kernel[(batch * kv_heads * triton.cdiv(seq_k, KEYS),)](
+    tiles = triton.cdiv(seq_k, KEYS)
+    interleaved = interleaved_heads(batch * kv_heads, tiles, causal)
+    sizes = (seq_q, seq_k, kv_heads, heads // kv_heads, rows.shape[-1], interleaved)
+    device.backward_kernel[(batch * kv_heads * tiles,)](
         *(q_d, k_d, v_d, dout_d, lse_d, delta_d, dq_d, dk_d, dv_d),
         *(scale, scale * math.log2(math.e), *sizes),
         BM=tile.queries,

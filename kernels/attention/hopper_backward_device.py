@@ -70,10 +70,17 @@ def _rows(tile):
 @gluon.jit
 def _locate(sizes, BM: gl.constexpr, CAUSAL: gl.constexpr):
     """Of this program: batch, key/value head, first key, first query tile, end of masked tiles."""
-    seq_q, seq_k, kv_heads, group, padded = sizes
+    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
     tiles = gl.cdiv(seq_k, GROUPS * KEYS)
+    heads = gl.num_programs(0) // tiles
     head = gl.program_id(0) // tiles
-    first_key = gl.program_id(0) % tiles * (GROUPS * KEYS)
+    tile = gl.program_id(0) % tiles
+    if head >= heads - interleaved:
+        # The last programs are dealt out longest first, whichever head they are of.
+        program = gl.program_id(0) - (heads - interleaved) * tiles
+        head = heads - interleaved + program % interleaved
+        tile = program // interleaved
+    first_key = tile * (GROUPS * KEYS)
     start = 0
     masked = 0
     if CAUSAL:
@@ -94,7 +101,7 @@ def _produce(
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
-    seq_q, seq_k, kv_heads, group, padded = sizes
+    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
     batch, kv_head, first_key, start, masked = _locate(sizes, BM, CAUSAL)
     mbarrier.expect(k_full.index(0), GROUPS * k_d.block_type.nbytes)
     for c in gl.static_range(GROUPS):
@@ -130,7 +137,7 @@ def _produce(
 def _weights(s, lse, scale_log2, first_key, m, sizes, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
     """P^T = exp2(scale_log2 * S^T - lse) of keys first_key.. and queries m.., 0 where hidden."""
     if MASKED:
-        seq_q, seq_k, kv_heads, group, padded = sizes
+        seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
         layout: gl.constexpr = s.type.layout
         keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))[:, None]
         queries = m + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -179,7 +186,7 @@ def _step(
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
     idx, phase, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
-    seq_q, seq_k, kv_heads, group, padded = sizes
+    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
     dtype: gl.constexpr = q_s.dtype
     s_l: gl.constexpr = s.type.layout
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=adk.type.layout, k_width=2)
@@ -236,7 +243,7 @@ def _consume(
     """Own 64 keys: walk the queries that see this program's keys, then write dK and dV."""
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
-    seq_q, seq_k, kv_heads, group, padded = sizes
+    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
     batch, kv_head, first_key, start, masked = _locate(sizes, BM, CAUSAL)
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
@@ -296,17 +303,18 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["seq_q", "seq_k", "kv_heads", "group", "padded"])
+@gluon.jit(do_not_specialize=["seq_q", "seq_k", "kv_heads", "group", "padded", "interleaved"])
 def backward_kernel(
     q_d, k_d, v_d, do_d, lse_d, delta_d, dq_d, dk_d, dv_d, scale, scale_log2,
-    seq_q, seq_k, kv_heads, group, padded,
+    seq_q, seq_k, kv_heads, group, padded, interleaved,
     BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, LATE: gl.constexpr,
     CAUSAL: gl.constexpr, MASKED: gl.constexpr, DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of 128 keys and add their share of dQ / scale to the fp32 accumulator.
 
     Descriptors are 4-D (B, H, S, D), those of lse (base 2) and delta 1-D with `padded` values per
-    head. The grid is B x Hkv x ceil(Sk / 128), the key tile running fastest.
+    head. The grid is B x Hkv x ceil(Sk / 128), the key tile running fastest, of the last `interleaved`
+    heads the head.
     """
     dtype: gl.constexpr = q_d.dtype
     tiles = (
@@ -328,7 +336,7 @@ def backward_kernel(
         barriers(DS_STAGES, GROUPS),
         barriers(DS_STAGES, GROUPS),
     )
-    sizes = (seq_q, seq_k, kv_heads, group, padded)
+    sizes = (seq_q, seq_k, kv_heads, group, padded, interleaved)
     fence_async_shared()
     gl.warp_specialize(
         [

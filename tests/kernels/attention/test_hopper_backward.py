@@ -19,6 +19,7 @@ from kernels.attention.dispatch import (
 from kernels.attention.hopper_backward import (
     ROW_PADDING,
     _pad_rows,
+    interleaved_heads,
     padded_head_dim,
     temporary_bytes,
     tma_ready,
@@ -39,6 +40,13 @@ SEQS = [
 
 def test_head_sizes_are_padded_to_one_of_two() -> None:
     assert [padded_head_dim(d) for d in (8, 64, 72, 128)] == [64, 64, 128, 128]
+
+
+def test_the_last_heads_of_a_causal_grid_are_dealt_out_together() -> None:
+    # 8,192 keys are 64 tiles: four heads make 256 programs. 32,768 keys: one head does.
+    assert [interleaved_heads(64, tiles, True) for tiles in (64, 256, 1000)] == [4, 1, 1]
+    assert interleaved_heads(2, 64, True) == 2
+    assert interleaved_heads(64, 64, False) == 1
 
 
 def test_temporary_bytes_by_hand() -> None:
