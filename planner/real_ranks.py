@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from planner.collective_times import collective_times_s
 from planner.communication import RING_PASSES
-from planner.records import Kind, RecordedRow
+from planner.records import Kind
 from planner.zero import work_of
 
 REAL, ALONE = "nccl", "solo"
+_SIZES = ("allocated_bytes", "reserved_bytes", "device_bytes")
+
+
+class Row(Protocol):
+    """A measurement, recorded or in the database."""
+
+    @property
+    def kind(self) -> str:
+        """The job."""
+
+    @property
+    def recorded_at(self) -> Any:
+        """When it was made; later ones compare greater."""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended."""
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """The job spec."""
+
+    @property
+    def measured(self) -> Mapping[str, Any]:
+        """What it measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +57,9 @@ class CollectiveTime:
 class RealRun:
     """A run over NCCL, the same plan's run in `solo` where there is one, and stage 0's losses."""
 
-    row: RecordedRow
-    alone: RecordedRow | None
-    reference: RecordedRow | None
+    row: Row
+    alone: Row | None
+    reference: Row | None
 
     @property
     def exposed_s(self) -> float | None:
@@ -74,12 +99,38 @@ class RealRun:
                 )
         return found
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return one plain line of a table; what was not measured is None."""
+        seen = self.row.measured
+        alone: Mapping[str, Any] = {} if self.alone is None else self.alone.measured
+        spread = work_of(self.row.spec["plan"])[1]
+        sizes = {
+            f"{place}{name}": found.get(name) or None
+            for name in _SIZES
+            for place, found in (("", seen), ("alone_", alone))
+        }
+        return {
+            "engine": spread["engine"],
+            "stage": spread["zero_stage"],
+            "ranks": spread["world_size"],
+            **sizes,
+            "step_ms": _ms(seen.get("step_time_s")),
+            "alone_step_ms": _ms(alone.get("step_time_s")),
+            "exposed_ms": _ms(self.exposed_s),
+            "collectives": self.collectives(),
+            "loss_distance": self.loss_distance,
+        }
 
-def real_runs(rows: Iterable[RecordedRow]) -> list[RealRun]:
+
+def _ms(time_s: float | None) -> float | None:
+    return None if time_s is None else 1000 * time_s
+
+
+def real_runs(rows: Iterable[Row]) -> list[RealRun]:
     """Return every plan's newest run over NCCL, in the order of what they compute."""
-    newest: dict[tuple[str, str, str], RecordedRow] = {}
+    newest: dict[tuple[str, str, str], Row] = {}
     for row in sorted(rows, key=lambda row: row.recorded_at):
-        if row.kind is Kind.TRAIN_STEP and row.outcome == "done":
+        if row.kind == Kind.TRAIN_STEP and row.outcome == "done":
             newest[_key(row.spec, str(row.spec["world"]))] = row
     runs = [
         RealRun(
@@ -104,6 +155,6 @@ def _stage_0(spec: Mapping[str, Any]) -> tuple[str, str, str]:
     return _key({"plan": {**plan, "parallelism": spread}}, REAL)
 
 
-def _place(row: RecordedRow) -> tuple[Any, ...]:
+def _place(row: Row) -> tuple[Any, ...]:
     work, spread = work_of(row.spec["plan"])
     return work, spread["engine"] != "peakmark", spread["engine"], spread["zero_stage"]

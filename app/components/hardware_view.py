@@ -1,4 +1,4 @@
-"""The Hardware page: what is attached and how it is doing, and the presets with their sources."""
+"""The Hardware page: what is attached, what was measured of it, and the presets with sources."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import streamlit as st
 
 from app import services
+from app.calibrations import stored_calibrations
 from app.charts.style import size_text
+from app.components.calibration_view import show_calibration
 from app.components.figure import metric_row
 from app.components.header import unit
+from app.components.problems import told_in_one_sentence
 from planner.units import format_rate
 
 REFRESH = "5s"
@@ -20,6 +23,8 @@ def show_hardware_page() -> None:
     """Draw the attached GPUs, live, and the table of presets."""
     st.markdown("### Attached to this machine")
     _attached()
+    with told_in_one_sentence():
+        _calibrations()
     st.markdown("### Presets")
     st.caption("Memory is what CUDA shows; rates are dense peaks of the vendor's sheet.")
     st.dataframe(
@@ -33,6 +38,25 @@ def show_hardware_page() -> None:
         },
         alt="GPU presets with their sources",
     )
+
+
+def _calibrations() -> None:
+    """Draw what `peakmark calibrate` measured, here or elsewhere, one at a time."""
+    st.markdown("### Calibrations")
+    found = stored_calibrations()
+    if not found:
+        st.caption("Nothing is calibrated yet: `peakmark calibrate` measures this machine.")
+        return
+    chosen = st.selectbox(
+        "What was calibrated",
+        range(len(found)),
+        format_func=lambda index: found[index]["name"],
+        key="calibration",
+    )
+    calibration = found[chosen]
+    where = "made here" if calibration["run"] else "recorded elsewhere"
+    st.caption(f"{calibration['name']}, {where}. The best of each operation, beside the sheet.")
+    show_calibration(calibration)
 
 
 @st.fragment(run_every=REFRESH, key="attached")

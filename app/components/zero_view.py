@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import services, zero_rows
+from app import real_rows, services, zero_rows
 from app.charts.style import size_text
 from app.charts.zero import holds_figure, sends_figure
 from app.components.current_plan import current_document, keep_plan_in_url
@@ -50,6 +50,7 @@ def show_zero_page() -> None:
             _holds(found["rows"], measured, plan.hardware.visible_bytes)
             _sends(found["rows"], plan)
         _timed(zero_rows.timed_like(plan))
+        _real(plan)
         _refused(found["refused"])
 
 
@@ -183,6 +184,24 @@ def _timed(lines: Sequence[Mapping[str, Any]]) -> None:
     st.markdown("### Step time in the same run")
     st.caption(zero_rows.timed_sentence(lines))
     show_table(zero_rows.timed_table(lines), key="zero_timed", title="Engines timed in turns")
+
+
+def _real(plan: Plan) -> None:
+    """Draw runs with a GPU for each rank beside the same plans alone, where any were traced."""
+    is_own, lines = real_rows.real_lines(plan)
+    if not lines:
+        return
+    st.markdown("### Real ranks beside one alone")
+    which = "" if is_own else "No stored run of this plan's work had several GPUs; these had. "
+    st.caption(
+        f"{which}One process per GPU over NCCL, and (alone) the same plan as one rank by itself; rank "
+        "0. Exposed: how long only collectives ran in a traced step, which is what it waits for. "
+        "Collectives: calls, full buffers, time of their kernels, bus bandwidth. Losses: the largest "
+        "distance of a step's loss from our engine's stage 0."
+    )
+    chosen = unit()
+    table = real_rows.real_table(lines, lambda size: size_text(size, chosen))
+    show_table(table, key="zero_real", title="Real ranks beside one alone")
 
 
 def _refused(refused: Mapping[str, str]) -> None:

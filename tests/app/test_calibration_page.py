@@ -50,3 +50,18 @@ def test_a_calibration_s_page_shows_rates_and_the_sheet(opened: Opened) -> None:
     assert [metric.label for metric in app.metric] == ["Points measured", "Time", "Left out"]
     app.switch_page("app_pages/runs.py").run()
     assert not app.exception
+
+
+def test_the_hardware_page_shows_what_was_calibrated_elsewhere(opened: Opened) -> None:
+    app = opened()
+    app.switch_page("app_pages/hardware.py").run()
+    assert not app.exception and not app.error
+    choice = app.selectbox(key="calibration")
+    names = choice.options
+    assert any(name.startswith("1 x NVIDIA H200, world nccl") for name in names)
+    assert any(name.startswith("2 x NVIDIA H200, world nccl") for name in names)
+    two = next(name for name in names if name.startswith("2 x"))
+    choice.select(names.index(two)).run()
+    table = next(frame.value for frame in app.dataframe if "vendor sheet" in frame.value)
+    assert {"all gather", "all reduce", "reduce scatter"} <= set(table["operation"])
+    assert f"{two}, recorded elsewhere" in "\n".join(str(c.value) for c in app.caption)

@@ -52,6 +52,19 @@ def test_every_stage_of_every_engine_is_shown_beside_what_was_measured(opened: O
     ]
 
 
+def test_real_ranks_stand_beside_one_alone(opened: Opened) -> None:
+    app = page(opened, model="Qwen/Qwen2.5-0.5B", gpus="2")
+    table = next(frame.value for frame in app.dataframe if "exposed ms" in frame.value)
+    assert set(table["plan"]) == {"Qwen2.5-0.5B, 1 x 4096 tokens"}
+    ours = table[(table["engine"] == "peakmark") & (table["stage"] == 3)].iloc[0]
+    # A rank alone allocates what each of two real ones does.
+    assert ours["allocated"] == ours["alone allocated"]
+    assert ours["step ms"] > ours["exposed ms"] > 0
+    assert "51 x, " in ours["all-gather"]
+    other = page(opened, model="Qwen/Qwen2.5-0.5B", gpus="2", seq="1024")
+    assert "No stored run of this plan's work had several GPUs; these had." in texts(other)
+
+
 def line(stage: int, peak: int, sent: float) -> dict[str, Any]:
     return {
         "engine": "peakmark",
