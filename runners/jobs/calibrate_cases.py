@@ -198,6 +198,33 @@ def _matrix_products(is_cuda: bool) -> Iterator[Case]:
         alone = _product(layout, m, n, k, "bf16")
         lasting = {"operation": f"{alone.operation}_sustained"}
         yield SustainedCase(**{f.name: getattr(alone, f.name) for f in fields(alone)} | lasting)
+    yield from _mixtures()
+
+
+def _mixtures() -> Iterator[Case]:
+    """A product and additions in turns: what a GPU at its power limit makes of a step's mixture."""
+    m, n, k, elements = 4096, 14336, 4096, 2**26
+    for additions in (1, 3, 9):
+        yield SustainedCase(
+            group="matmul",
+            operation="mixture_sustained",
+            shape=(m, n, k, elements, additions),
+            dtype="bf16",
+            bytes=6 * elements * additions,
+            flops=2.0 * m * n * k,
+            prepare=partial(_mix, (m, n, k), elements, additions),
+        )
+
+
+def _mix(sizes: tuple[int, int, int], elements: int, additions: int, device: torch.device) -> Work:
+    multiply, add = _multiply("nt", *sizes, "bf16", device), _add(elements, device)
+
+    def work() -> None:
+        multiply()
+        for _ in range(additions):
+            add()
+
+    return work
 
 
 def _batched_products(is_cuda: bool) -> Iterator[Case]:
@@ -324,7 +351,8 @@ def _attend_masked(shape: AttentionProblem, backward: bool, device: torch.device
     inputs = [_draw(device, "bf16", *size).requires_grad_() for _ in range(3)]
 
     def attend() -> Tensor:
-        return functional.scaled_dot_product_attention(*inputs, attn_mask=mask)
+        q, k, v = inputs
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     if not backward:
         return torch.no_grad()(attend)
