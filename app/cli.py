@@ -9,6 +9,7 @@ import typer
 from app.commands import (
     accuracy,
     calibrate,
+    decode,
     doctor,
     import_rows,
     plan,
@@ -32,6 +33,7 @@ app.command("sweep")(sweep.sweep_command)
 app.command("trace")(trace.trace_command)
 app.command("prove")(prove.prove_command)
 app.command("calibrate")(calibrate.calibrate_command)
+app.command("decode")(decode.decode_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
 app.command("accuracy")(accuracy.accuracy_command)

@@ -11,6 +11,7 @@ from planner.checks import check_boolean, check_choice, check_integer, check_map
 from planner.errors import PlanError
 from planner.model import ModelSpec
 from planner.plan import parse_model
+from planner.units import format_bytes, format_count, format_seconds
 
 MAX_CONTEXT = 2**24
 MAX_BATCH = 4096
@@ -150,3 +151,44 @@ def _check_together(run: DecodeRun, model: ModelSpec) -> None:
         raise PlanError(
             "decode.context", run.context, f"at most {longest - run.new_tokens}", sentence=sentence
         )
+
+
+WHO = "peakmark"
+COLUMNS = (
+    *("who", "prefill", "per step", "tokens/s", "peak allocated"),
+    *("time over ours", "equal tokens"),
+)
+
+
+def result_cells(measured: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return COLUMNS of a decode run's result: ours first, then each of transformers' generations."""
+    rows = [(WHO, *_figures(measured, measured.get("allocated_bytes")), "1.00", "-")]
+    for name, peer in (measured.get("peers") or {}).items():
+        who = "transformers " + name.replace("_", " ")
+        if "decode_time_s" not in peer:
+            rows.append((who, str(peer["outcome"]), *["-"] * 5))
+            continue
+        over = f"{peer['decode_time_over_ours']:.2f}"
+        equal = f"{100 * peer['tokens_equal']:.0f} %"
+        rows.append((who, *_figures(peer, peer.get("peak_allocated_bytes")), over, equal))
+    return rows
+
+
+def _figures(measured: Mapping[str, Any], peak_bytes: int | None) -> tuple[str, ...]:
+    return (
+        format_seconds(measured["prefill_time_s"]),
+        format_seconds(measured["decode_time_s"]),
+        format_count(measured["tokens_per_s"]),
+        "-" if peak_bytes is None else format_bytes(peak_bytes),
+    )
+
+
+def headline(run: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Return what was decoded and over which cache, in one line."""
+    of = "the weights' dtype" if run["cache_dtype"] == CacheDtype.MODEL else run["cache_dtype"]
+    name = run["model"].get("preset") or run["model"].get("name") or "custom model"
+    return (
+        f"{name}, batch {run['batch']}, context {run['context']}, {run['new_tokens']} new tokens: "
+        f"{run['cache']} cache in {of}, {format_bytes(measured['cache_bytes'])} beside "
+        f"{format_bytes(measured['weights_bytes'])} of weights"
+    )

@@ -13,6 +13,7 @@ from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
 from app.components.calibration_view import show_calibration
 from app.components.comparison import comparison_rows, phase_rows
+from app.components.decode_view import show_decode
 from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
 from app.components.problems import told_in_one_sentence
@@ -149,6 +150,8 @@ def _result(run: Mapping[str, Any]) -> None:
         _show_error(run)
     if (run["measured"] or {}).get("curves"):
         show_calibration(run)
+    elif run["measured"] and str(run["summary"]["kind"]) == "decode":
+        show_decode(run)
     elif run["measured"]:
         for line in saved_lines(run["measured"]):
             st.text(line)

@@ -70,6 +70,7 @@ class _Stored:
     v_scale: Tensor | None
 
     def bytes(self) -> int:
+        """Bytes of the four."""
         tensors = (self.k, self.v, self.k_scale, self.v_scale)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -176,22 +177,23 @@ class _Group:
         # Zero where a row has no page: a number that may be read, of a page that is not.
         self.table = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._written = [0] * size[0]
         self._changed = False
         self.layers: dict[int, _Stored] = {}
 
     def grow(self, row: int, tokens: int) -> list[PageCopy]:
-        before = len(self.book.pages(row))
+        """Take the pages of `tokens` more of a row; return what must be copied first."""
+        before = self.book.num_pages(row)
         copies = self.book.grow(row, tokens)
-        pages = self.book.pages(row)
-        first = min(before, len(pages)) - len(copies)
-        for index in range(max(0, first), len(pages)):
-            self._host[row, index] = pages[index] or 0
+        for index in range(max(0, before - len(copies)), self.book.num_pages(row)):
+            self._host[row, index] = self.book.page(row, index) or 0
             self._changed = True
         return copies
 
     def publish(self) -> None:
+        """Write the table to the device, where it has changed."""
         if self._changed:
+            # The host may write on while this is under way: a row only ever gains pages, and what is
+            # read too early is behind the row's length.
             self.table.copy_(self._host, non_blocking=True)
             self._changed = False
 

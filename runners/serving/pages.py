@@ -63,6 +63,14 @@ class PageBook:
         """Return a sequence's pages in order; None where its window has passed."""
         return list(self._known(name).pages)
 
+    def page(self, name: Hashable, index: int) -> int | None:
+        """Return one page of a sequence; None where its window has passed."""
+        return self._known(name).pages[index]
+
+    def num_pages(self, name: Hashable) -> int:
+        """Return how many pages a sequence has, those given back among them."""
+        return len(self._known(name).pages)
+
     def missing(self, name: Hashable, tokens: int) -> int:
         """Return how many free pages `grow` would take."""
         sequence = self._known(name)

@@ -19,6 +19,7 @@ COMMANDS = {
     "trace",
     "prove",
     "calibrate",
+    "decode",
     "worker",
     "runs",
     "runs show",

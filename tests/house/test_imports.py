@@ -21,7 +21,16 @@ MUST_NOT_IMPORT = {
     "kernels": {"streamlit", "sqlalchemy"},
     "runners": {"streamlit"},
 }
-TORCH_IN_RUNNERS = ("jobs", "zero", "engines", "trace", "worlds", "measure", "environment")
+TORCH_IN_RUNNERS = (
+    "jobs",
+    "zero",
+    "engines",
+    "trace",
+    "worlds",
+    "measure",
+    "environment",
+    "serving",
+)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
