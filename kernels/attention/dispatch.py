@@ -95,7 +95,6 @@ def obstacle(problem: Problem) -> str | None:
         f"its head size {widest} is over {MAX_HEAD_DIM}": widest > MAX_HEAD_DIM,
         f"its mask is of kind {problem.mask}, not full, causal or window": problem.mask
         not in HOPPER_MASKS,
-        "its logits are changed by a softcap or sinks": not problem.plain,
         "it has no element": problem.empty,
         f"it has {problem.tiles} tiles, over {MAX_TILES - 1}": problem.tiles >= MAX_TILES,
         f"{problem.misaligned} is not laid out in positive multiples of 16 bytes": problem.misaligned
@@ -112,6 +111,8 @@ def backward_obstacle(problem: Problem) -> str | None:
         return f"its head size {problem.head_dim} is over {MAX_BACKWARD_HEAD_DIM}"
     if problem.value_head_dim != problem.head_dim:
         return "its values have another head size than its keys"
+    if not problem.plain:
+        return "its logits are changed by a softcap or sinks"
     if problem.deterministic:
         return "deterministic algorithms are asked for, and dQ is added up in no fixed order"
     return obstacle(problem)
@@ -145,7 +146,8 @@ def choose(
 def _is_proven(problem: Problem) -> bool:
     """Say whether the form of the Hopper forward that takes `problem` has run on a GPU."""
     sizes = problem.head_dim, problem.value_head_dim
-    return is_persistent(*sizes, None, None) and problem.mask in ("full", "causal")
+    is_plain = problem.plain and problem.mask in ("full", "causal")
+    return is_plain and is_persistent(*sizes, None, None)
 
 
 def misalignment(

@@ -41,19 +41,21 @@ def attend(
     left: int,
     right: int,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fill out (B, Hq, Sq, V) and lse (B, Hq, Sq, fp32, contiguous) by one of the two kernels.
 
     q is (B, Hq, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, V), bf16 or fp16, D and V at most 256,
     no dimension empty, strides as `tile_descriptor` wants them. A query sees `left` keys before its
-    own and `right` after it, UNBOUNDED for all: causal is a right of 0.
+    own and `right` after it, UNBOUNDED for all: causal is a right of 0. No softcap is 0.
     """
-    bounds = (None if bound >= UNBOUNDED else bound for bound in (left, right))
-    left_bound, right_bound = bounds
-    if is_persistent(q.shape[-1], v.shape[-1], left_bound, right_bound):
-        forward(q, k, v, out, lse, right_bound == 0, scale)
+    bounds = tuple(None if bound >= UNBOUNDED else bound for bound in (left, right))
+    is_plain = softcap == 0 and sinks is None
+    if is_plain and is_persistent(q.shape[-1], v.shape[-1], *bounds):
+        forward(q, k, v, out, lse, right == 0, scale)
     else:
-        single_forward(q, k, v, out, lse, left_bound, right_bound, scale)
+        single_forward(q, k, v, out, lse, *bounds, scale, softcap=softcap, sinks=sinks)
 
 
 @lru_cache(maxsize=64)
@@ -130,11 +132,13 @@ def single_forward(
     right: int | None,
     scale: float,
     *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     tile: SingleTile | None = None,
 ) -> None:
     """Fill out and lse as `attend` by one program per tile; a bound is None where there is none.
 
-    Holds nothing beside them. `tile` is for trying out forms.
+    Holds nothing beside them but `sinks` (Hq,) in one piece. `tile` is for trying out forms.
     """
     batch, heads, seq_q, head_dim = q.shape
     tile = tile or single_tile(head_dim, v.shape[-1])
@@ -146,10 +150,13 @@ def single_forward(
     if tile.extra:
         qx_d = tile_descriptor(q, GROUP_ROWS, tile.extra)
         kx_d = tile_descriptor(k, tile.keys, tile.extra)
+    factor, inner = (softcap, scale / softcap) if softcap else (scale, 0.0)
+    numbers = (factor * math.log2(math.e), inner)
     sizes = (seq_q, seq_k, heads, heads // kv_heads, work.upper, work.lower)
     with torch.cuda.device(q.device):
         single_forward_kernel[(work.row_tiles * batch * heads,)](
-            *(q_d, k_d, v_d, out_d, qx_d, kx_d, lse, scale * math.log2(math.e), *sizes),
+            *(q_d, k_d, v_d, out_d, qx_d, kx_d, lse),
+            *(lse if sinks is None else sinks.contiguous(), *numbers, *sizes),
             NC=tile.groups,
             BM=GROUP_ROWS,
             BN=tile.keys,
@@ -158,6 +165,8 @@ def single_forward(
             STAGES=tile.stages,
             RIGHT=work.right is not None,
             LEFT=work.left is not None,
+            CAPPED=softcap > 0,
+            SINKS=sinks is not None,
             REGISTERS=tile.registers,
             num_warps=4,
         )

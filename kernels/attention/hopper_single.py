@@ -6,6 +6,7 @@ number alone. One warp loads by TMA; two or three warp groups of 64 query rows e
 weights P in registers and compute the softmax of one key block while the tensor cores multiply the
 next. Row i sees the keys from i + lower (LEFT) to i + upper (RIGHT), as far as those bounds are
 there. Key blocks run from the last visible one down; those that a group sees whole are not masked.
+Logits may be capped (CAPPED), and each head may have a sink: one more logit, of value 0 (SINKS).
 
 Heads of keys may be wider than those of values: D columns and EXTRA more are multiplied in turn
 (192 = 128 + 64: sizes of tiles are powers of two), and values and outputs have D columns.
@@ -33,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.attention.hopper_common import barriers
 
 LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -178,6 +180,20 @@ def _weigh(
 
 
 @gluon.jit
+def _cap(s, factors, CAPPED: gl.constexpr):
+    """With a softcap return tanh(scores * scale / softcap); what follows then scales by the softcap."""
+    scale_log2, inner = factors
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own tanh errs by 2^-11.
+        grown = gl.exp2(s * (2 * LOG2_E * inner)) + 1
+        inverse = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], dtype=gl.float32, is_pure=True, pack=1
+        )
+        s = 1 - 2 * inverse
+    return s
+
+
+@gluon.jit
 def _mask(
     s, row, first_key, sizes,
     BM: gl.constexpr, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
@@ -220,16 +236,19 @@ def _lane_sum(p, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _attend_block(
-    j, key, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
+    j, key, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
-    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, MASKED: gl.constexpr,
+    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """Multiply block j's keys and block j - 1's values; return the state after block j's softmax."""
     q_full, k_full, k_free, v_full, v_free = bars
+    scale_log2, inner = factors
     s_t = _scores(j, tiles, bars, zero, C, BM, BN, D, EXTRA, STAGES)
     acc_t = _weigh(j - 1, pb, acc, tiles, bars, BN, D, STAGES)
     s = warpgroup_mma_wait(1, deps=(s_t,))
     mbarrier.arrive(k_free.index(j % STAGES))
+    s = _cap(s, factors, CAPPED)
     if MASKED:
         s = _mask(s, row, key, sizes, BM, BN, RIGHT, LEFT)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -244,14 +263,29 @@ def _attend_block(
 
 
 @gluon.jit
+def _with_sink(sink_ptr, m, total, head, SINKS: gl.constexpr):
+    """Add the head's sink, one more logit of value 0: peak and sum, and what the output is times."""
+    kept = gl.where(total > 0, 1 / total, 0.0)
+    if SINKS:
+        sink = gl.load(sink_ptr + head).to(gl.float32) * LOG2_E
+        peak = gl.maximum(m, sink)
+        shrunk = gl.exp2(m - _anchor(peak, True))
+        total = total * shrunk + gl.exp2(sink - _anchor(peak, True))
+        kept = gl.where(total > 0, shrunk / total, 0.0)
+        m = peak
+    return m, total, kept
+
+
+@gluon.jit
 def _store(
-    o_d, lse_ptr, m, sums, acc, batch, head, row, sizes, o_s, BM: gl.constexpr, D: gl.constexpr
-):
+    o_d, lse_ptr, sink_ptr, m, sums, acc, batch, head, row, sizes, o_s,
+    BM: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
     """Divide the output by the row sums and store it, with the logsumexp (-inf without a key)."""
     seq_q, seq_k, heads, group, upper, lower = sizes
     total = gl.convert_layout(gl.sum(sums, 1), m.type.layout)
-    inverse = gl.where(total > 0, 1 / total, 0.0)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
+    m, total, kept = _with_sink(sink_ptr, m, total, head, SINKS)
+    acc = acc * gl.convert_layout(kept, gl.SliceLayout(1, acc.type.layout))[:, None]
     # The group's queries are not needed any more: the output takes their place.
     o_s.reshape([BM, D]).store(acc.to(o_d.dtype))
     fence_async_shared()
@@ -264,9 +298,10 @@ def _store(
 
 @gluon.jit
 def _consume(
-    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
+    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     EXTRA: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Attend the BM query rows of group C."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
@@ -279,6 +314,7 @@ def _consume(
     q_d, k_d, v_d, o_d, qx_d, kx_d = descriptors
     q_s, k_s, v_s, qx_s, kx_s = tiles
     q_full, k_full, k_free, v_full, v_free = bars
+    scale_log2, inner = factors
     batch, head, tile_row = _own_tile(sizes, NC, BM)
     row = tile_row + C * BM
     tile_first, tile_end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
@@ -298,6 +334,7 @@ def _consume(
     s_t = _scores(start, tiles, bars, zero, C, BM, BN, D, EXTRA, STAGES)
     s = warpgroup_mma_wait(0, deps=(s_t,))
     mbarrier.arrive(k_free.index(start % STAGES))
+    s = _cap(s, factors, CAPPED)
     s = _mask(s, row, (last - start) * BN, sizes, BM, BN, RIGHT, LEFT)
     m = gl.max(s, 1) * scale_log2
     p = gl.exp2(s * scale_log2 - _anchor(m, True)[:, None])
@@ -306,39 +343,46 @@ def _consume(
     acc = gl.zeros([BM, D], gl.float32, o_l)
     for j in range(start + 1, whole_start):
         m, sums, acc, pb = _attend_block(
-            j, (last - j) * BN, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
-            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, True,
+            j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
+            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
         )  # fmt: skip
     for j in range(whole_start, whole_stop):
         m, sums, acc, pb = _attend_block(
-            j, (last - j) * BN, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
-            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, False,
+            j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
+            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, False,
         )  # fmt: skip
     for j in range(whole_stop, stop):
         m, sums, acc, pb = _attend_block(
-            j, (last - j) * BN, row, m, sums, acc, pb, scale_log2, zero, sizes, tiles, bars,
-            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, True,
+            j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
+            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
         )  # fmt: skip
     acc_t = _weigh(stop - 1, pb, acc, tiles, bars, BN, D, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc_t,))
     mbarrier.arrive(v_free.index((stop - 1) % STAGES))
     for j in range(stop, tile_end - tile_first):
         _pass_block(j, bars, STAGES)
-    _store(o_d, lse_ptr, m, sums, acc, batch, head, row, sizes, q_s.index(C), BM, D)
+    _store(
+        o_d, lse_ptr, sink_ptr, m, sums, acc, batch, head, row, sizes, q_s.index(C), BM, D, SINKS
+    )
 
 
 @gluon.jit(do_not_specialize=["seq_q", "seq_k", "heads", "group", "upper", "lower"])
 def single_forward_kernel(
-    q_d, k_d, v_d, o_d, qx_d, kx_d, lse_ptr, scale_log2, seq_q, seq_k, heads, group, upper, lower,
+    q_d, k_d, v_d, o_d, qx_d, kx_d, lse_ptr, sink_ptr, scale_log2, inner,
+    seq_q, seq_k, heads, group, upper, lower,
     NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
-    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
+    SINKS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of out and lse: NC groups of BM query rows, BN keys per block.
 
-    qx_d and kx_d describe q and k in tiles of EXTRA columns; without EXTRA they are not read.
+    qx_d and kx_d describe q and k in tiles of EXTRA columns, sink_ptr holds a logit for each head;
+    without EXTRA and SINKS they are not read. With CAPPED, `inner` is scale / softcap and
+    `scale_log2` softcap * log2(e), else the latter is scale * log2(e).
     """
     sizes = (seq_q, seq_k, heads, group, upper, lower)
     descriptors = (q_d, k_d, v_d, o_d, qx_d, kx_d)
+    factors = (scale_log2, inner)
     dtype: gl.constexpr = q_d.dtype
     # Without EXTRA the smallest tile, which nothing touches.
     extra_rows: gl.constexpr = BM if EXTRA > 0 else 8
@@ -364,12 +408,12 @@ def single_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
-                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
+                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
-                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
+                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
                 )),
                 (_produce, (
                     descriptors, sizes, tiles, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
@@ -382,16 +426,16 @@ def single_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
-                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
+                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
-                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
+                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, scale_log2, sizes, tiles, bars,
-                    2, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
+                    2, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
                 )),
                 (_produce, (
                     descriptors, sizes, tiles, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,

@@ -275,7 +275,7 @@ def attention_forward(
         # Only here: Gluon has no interpreter, and needs Triton 3.6.
         from kernels.attention import hopper
 
-        hopper.attend(q, k, v, out, lse, mask.left, mask.right, scale)
+        hopper.attend(q, k, v, out, lse, mask.left, mask.right, scale, softcap, sinks)
         return out, lse
     options = _options(q, v, Pass.FORWARD, mask) | {"CAPPED": softcap > 0}
     programs = triton.cdiv(seq_q, options["BLOCK_M"]) * batch * heads

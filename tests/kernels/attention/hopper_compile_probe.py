@@ -48,10 +48,13 @@ def single_source_of(request: str) -> GluonASTSource:
         "STAGES": tile.stages,
         "RIGHT": right == "1",
         "LEFT": left == "1",
+        "CAPPED": False,
+        "SINKS": False,
         "REGISTERS": tile.registers,
     }
     names = single_forward_kernel.arg_names
-    signature = dict.fromkeys(names, "i32") | {"lse_ptr": "*fp32", "scale_log2": "fp32"}
+    signature = dict.fromkeys(names, "i32") | dict.fromkeys(("lse_ptr", "sink_ptr"), "*fp32")
+    signature |= dict.fromkeys(("scale_log2", "inner"), "fp32")
     for name in ("q_d", "o_d"):
         signature[name] = descriptor(GROUP_ROWS, tile.columns, dtype)
     for name in ("k_d", "v_d"):
@@ -60,7 +63,8 @@ def single_source_of(request: str) -> GluonASTSource:
     signature |= {"qx_d": descriptor(GROUP_ROWS, extra, dtype)}
     signature |= {"kx_d": descriptor(tile.keys, extra, dtype)}
     signature |= dict.fromkeys(constants, "constexpr")
-    attributes = {(names.index("lse_ptr"),): [["tt.divisibility", 16]]}
+    positions = [names.index(name) for name in ("lse_ptr", "sink_ptr")]
+    attributes = {(position,): [["tt.divisibility", 16]] for position in positions}
     return GluonASTSource(single_forward_kernel, signature, constants, attributes)
 
 

@@ -50,7 +50,6 @@ def test_hopper_computes_what_it_can(change: dict[str, object]) -> None:
         ({"dtype": torch.float32}, "dtype is torch.float32"),
         ({"value_head_dim": 264}, "head size 264"),
         ({"mask": "prefix"}, "of kind prefix"),
-        ({"plain": False}, "softcap or sinks"),
         ({"empty": True}, "no element"),
         ({"tiles": 2**31}, "2147483648 tiles"),
         ({"misaligned": "k"}, "k is not laid out"),
@@ -74,6 +73,7 @@ def test_triton_takes_the_rest_and_the_reason_is_told(
         {"head_dim": 256, "value_head_dim": 256},
         {"head_dim": 192},
         {"value_head_dim": 64},
+        {"plain": False},
     ],
 )
 def test_forms_without_a_gpu_run_are_taken_only_where_they_are_named(
@@ -145,6 +145,7 @@ def test_the_hopper_backward_takes_what_it_can() -> None:
         ({"deterministic": True}, "order"),
         ({"head_dim": 192}, "head size 192"),
         ({"value_head_dim": 64}, "another head size"),
+        ({"plain": False}, "softcap or sinks"),
     ]
     for change, said in refused:
         other = dispatch.choose(replace(HOPPER, **change), direction=Direction.BACKWARD)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -48,16 +49,17 @@ def make_case(bounds: tuple[int | None, int | None], seqs: tuple[int, int]) -> C
     return Case(mask=masks.window(*bounds), visible=visible)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        return flash_attention_with_lse(q, k, v, mask=mask)
+        return flash_attention_with_lse(q, k, v, mask=mask, **options)
 
 
-def assert_forward(q: Tensor, k: Tensor, v: Tensor, case: Case) -> None:
+def assert_forward(q: Tensor, k: Tensor, v: Tensor, case: Case, **options: Any) -> None:
     """Hold out and lse to float64: at most twice the error of plain attention in the same dtype."""
-    out, lse = attend(q, k, v, case.mask)
-    exact, exact_lse = reference_attention(q, k, v, visible=case.visible)
-    plain, _ = reference_attention(q, k, v, visible=case.visible, dtype=q.dtype)
+    out, lse = attend(q, k, v, case.mask, **options)
+    exact, exact_lse = reference_attention(q, k, v, visible=case.visible, **options)
+    options["dtype"] = q.dtype
+    plain, _ = reference_attention(q, k, v, visible=case.visible, **options)
     assert out.isfinite().all()
     rounded = exact.to(q.dtype)
     allowance = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
@@ -83,6 +85,19 @@ def test_fp16_and_huge_logits(sizes: tuple[int, int]) -> None:
     for dtype, spread in ((torch.float16, 1.0), (BF16, 30.0)):
         q, k = (draw(1, heads, 512, sizes[0], dtype) * spread for heads in (4, 2))
         assert_forward(q, k, draw(1, 2, 512, sizes[1], dtype), make_case((100, 0), (512, 512)))
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("bounds", [(None, 0), (100, 0)])
+def test_softcap_and_sinks(sizes: tuple[int, int], bounds: tuple[int | None, int]) -> None:
+    sinks = torch.tensor([-torch.inf, 0.0, 5.0, -2.0], device="cuda")
+    for seqs in ((300, 413), (384, 256)):
+        q, k = draw(2, 4, seqs[0], sizes[0]), draw(2, 2, seqs[1], sizes[0])
+        v, case = draw(2, 2, seqs[1], sizes[1]), make_case(bounds, seqs)
+        assert_forward(q, k, v, case, sinks=sinks)
+        assert_forward(q, k, v, case, sinks=sinks.to(BF16))
+        assert_forward(q * 8, k * 8, v, case, softcap=20.0)
+        assert_forward(q, k, v, case, softcap=20.0, sinks=sinks)
 
 
 def test_a_model_window_in_a_long_sequence() -> None:
