@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from planner.accuracy import DONE, AccuracyReport, accuracy_report
-from planner.memory.ideal import ideal_bytes
-from planner.memory.overheads import TYPICAL_SEGMENT_SHARE
-from planner.memory.parallel import is_split
-from planner.memory.stages import step_memory
-from planner.payloads import step_payloads
-from planner.plan import Plan, parse_plan
+from planner.accuracy import AccuracyReport
+from planner.memory.offload import host_ledger
+from planner.offload import host_step
+from planner.plan import parse_plan
 from planner.real_ranks import RealRun, real_runs
-from planner.records import Kind, RecordedRow, read_file
+from planner.records import RecordedRow, read_file
 from planner.same_run import SameRunPair, geometric_mean, same_run_pairs
+from planner.stage_points import (
+    Cell,
+    Point,
+    ideals_by_ranks,
+    peaks_by_ranks,
+    stage_points,
+    work_title,
+)
 from planner.units import GIB_BYTES, format_count
-from planner.workload import Engine, TrainingWorkload, written_dict
-from planner.zero import named_parts, work_of
+from planner.workload import Engine, TrainingWorkload
+from planner.zero import work_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "zero.md"
-# A model and workload is shown where that many choices of engine, stage and ranks were measured.
-FEWEST_POINTS = 6
 # Blocks of 512 bytes, and what a library keeps: below that two peaks are the same.
 SAME_PEAK = 0.001
-ORDER = {engine: number for number, engine in enumerate(Engine)}
+WORLD_SIZES = (1, 2, 8, 64, 512, 1024)
+# From this percentage above the ideal on, the document says what it is.
+TOLD_PERCENT = 0.5
 HEAD = """# ZeRO stages and engines
 
 Written by `make accuracy` from `recorded/`; do not edit. Every row is one rank of N that really
@@ -59,6 +63,19 @@ model of this size; a larger one saves more than they take. All three are knobs
 (`reduce_bucket_size`, `stage3_max_live_parameters`, `stage3_max_reuse_distance`). What stays gathered
 is not fetched again for the backward: where the whole model stays, stage 3 sends no more than stage 2.
 """
+WHY_ABOVE = """
+  What is more than half a percent above is a peak of the optimizer's step: fused AdamW takes gradients in
+  fp32, so one group's bf16 gradient at a time is copied to fp32 (the embedding's is the largest). The
+  ideal's update works value by value."""
+HOW_PEAKS = """
+Peak by stage and number of ranks: **measured**, one rank alone; in brackets predicted, where nothing was.
+"""
+HOW_OFFLOADED = """
+`offload_optimizer` keeps and steps the optimizer in host memory. **here** is the device's peak, **kept**
+that of the same plan with its optimizer on the device, **host** what the run held
+in host memory for it and, predicted, with pinned buffers rounded up as torch does; **adds** what the
+planner says that it adds to a step at least.
+"""
 HOW_TIMED = """
 `python -m runners.bench_engines recorded/matrices/same_run.json OUT` runs each plan four times on one
 GPU, ours, FSDP2, FSDP2, ours, each in a fresh process with at least 10 timed steps; the medians are over
@@ -78,113 +95,14 @@ from the rounded ones it trains alike, bit by bit (tests/runners/engines/test_mi
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A measured row with its prediction; sizes in bytes, `parts` by the names of planner.zero."""
-
-    row: RecordedRow
-    plan: Plan
-    workload: TrainingWorkload
-    predicted_bytes: float
-    ideal_bytes: int
-    parts: Mapping[str, int]
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Where the row stands in its table: engine, stage, ranks."""
-        spread = self.plan.parallelism
-        return ORDER[spread.engine], spread.zero_stage, spread.world_size
-
-    @property
-    def measured_bytes(self) -> int:
-        """The measured peak."""
-        return int(self.row.measured["allocated_bytes"])
-
-    @property
-    def counted(self) -> dict[str, tuple[int, int]]:
-        """Calls and bytes of every collective that the run counted."""
-        seen = self.row.measured.get("communication") or {}
-        return {name: (found["calls"], found["bytes"]) for name, found in seen.items()}
-
-    def formula(self) -> dict[str, tuple[int, int]]:
-        """Calls and bytes of every collective by the formula."""
-        spread = self.plan.parallelism
-        found = step_payloads(
-            self.plan.model, self.workload, spread.engine, spread.zero_stage, spread.world_size
-        )
-        return {payload.collective: (int(payload.calls), int(payload.bytes)) for payload in found}
-
-
 def recorded_rows(root: Path) -> list[RecordedRow]:
     """Return the rows of every file, in the order of their names."""
     return [row for path in sorted((root / "recorded").glob("*.jsonl")) for row in read_file(path)]
 
 
-def wanted(rows: Iterable[RecordedRow]) -> dict[str, list[tuple[RecordedRow, Plan]]]:
-    """Group measured steps by model and workload; of one choice the newest row stays."""
-    works: dict[str, dict[str, RecordedRow]] = {}
-    for row in sorted(rows, key=lambda row: row.recorded_at):
-        is_step = row.kind is Kind.TRAIN_STEP and row.outcome == DONE
-        if is_step and row.measured.get("allocated_bytes"):
-            work, spread = work_of(row.spec["plan"])
-            works.setdefault(work, {})[f"{spread} {row.spec['world']}"] = row
-    groups = {}
-    for found in works.values():
-        if len(found) >= FEWEST_POINTS:
-            pairs = [(row, parse_plan(row.spec["plan"])) for row in found.values()]
-            if not is_split(pairs[0][1].parallelism):
-                groups[_title(pairs[0][1])] = pairs
-    return dict(sorted(groups.items()))
-
-
-def _title(plan: Plan) -> str:
-    """Model and workload: what is not at its default, and the shape."""
-    workload = plan.workload
-    assert isinstance(workload, TrainingWorkload)
-    name = plan.model.name.rsplit("/", 1)[-1]
-    written = written_dict(workload)
-    shape = f"{written.pop('micro_batch')} x {written.pop('sequence_length'):,} tokens"
-    words = [shape, *(str(written.pop(key)) for key in ("precision", "attention", "optimizer"))]
-    words.append(f"checkpointing {written.pop('checkpointing')}")
-    if written.pop("grad_accumulation") > 1:
-        words.append(f"{workload.grad_accumulation} micro-batches")
-    words += [f"{key.replace('_', ' ')} {value}" for key, value in written.items()]
-    return f"{name}, {', '.join(words)}"
-
-
 def gather(root: Path, report: AccuracyReport | None = None) -> dict[str, list[Point]]:
     """Predict for the rows that are shown; `report` spares it where all rows were predicted."""
-    groups = wanted(recorded_rows(root))
-    shown = [row for found in groups.values() for row, _ in found]
-    residuals = (report or accuracy_report(shown)).residuals
-    predicted = {
-        residual.row_id: residual.comparison.predicted
-        for residual in residuals
-        if residual.comparison.quantity == "allocated"
-    }
-    return {
-        title: sorted((_point(*pair, predicted) for pair in found), key=lambda point: point.place)
-        for title, found in groups.items()
-    }
-
-
-def _point(row: RecordedRow, plan: Plan, predicted: Mapping[str, float]) -> Point:
-    assert isinstance(plan.workload, TrainingWorkload)
-    chosen = plan.model, plan.workload, plan.parallelism, plan.hardware
-    memory = step_memory(*chosen, TYPICAL_SEGMENT_SHARE).worst
-    ideal = ideal_bytes(*chosen)
-    assert ideal is not None
-    parts = named_parts(memory)
-    # Rounding to blocks is part of the rest.
-    parts["other"] += round(predicted[row.id]) - memory.allocated_bytes
-    return Point(
-        row=row,
-        plan=plan,
-        workload=plan.workload,
-        predicted_bytes=predicted[row.id],
-        ideal_bytes=ideal,
-        parts=parts,
-    )
+    return stage_points(recorded_rows(root), report)
 
 
 def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -> str:
@@ -195,6 +113,7 @@ def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -
         parts += _group(title, points, pairs)
     parts += _timed(pairs)
     parts += _real([run for run in real_runs(rows) if run.exposed_s is not None])
+    parts += _offloaded(rows)
     parts += _deepspeed(groups)
     return "\n".join(parts) + "\n"
 
@@ -213,11 +132,13 @@ def _summary(groups: Mapping[str, Sequence[Point]], timed: Sequence[SameRunPair]
     )
     ours = [point for point in points if point.plan.parallelism.engine is Engine.PEAKMARK]
     if ours:
-        far = [_above_percent(point) for point in ours]
+        far = [point.above_percent for point in ours]
         yield (
             f"- Our engine above the ideal: median {median(far):+.2f} %, most {max(far):+.2f} % "
             f"({len(ours)} runs)."
         )
+        if max(far) > TOLD_PERCENT:
+            yield WHY_ABOVE.lstrip("\n")
     yield from _against_peers(groups)
     yield from _timed_in_short(timed)
 
@@ -234,7 +155,7 @@ def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
     for own, peer in higher:
         spread = peer.plan.parallelism
         yield (
-            f"  - above {spread.engine} {spread.zero_stage} x {spread.world_size}, {_title(peer.plan)}: "
+            f"  - above {spread.engine} {spread.zero_stage} x {spread.world_size}, {work_title(peer.plan)}: "
             f"{100 * (_ratio(own, peer) - 1):+.2f} %."
         )
 
@@ -280,22 +201,40 @@ def _time_ratio(peer: Point, timed: Sequence[SameRunPair]) -> float | None:
     return 1 / found[-1].ratio if found and peer.row.spec["world"] == "solo" else None
 
 
-def _above_percent(point: Point) -> float:
-    return 100 * (point.measured_bytes - point.ideal_bytes) / point.ideal_bytes
-
-
 def _group(title: str, points: Sequence[Point], timed: Sequence[SameRunPair]) -> Iterator[str]:
     model = points[0].plan.model
     yield f"\n## {title}\n"
     yield f"{format_count(model.parameters)} parameters, {model.num_layers} layers.\n"
+    yield from _peaks(points)
     yield (
-        "| engine | stage | N | measured | predicted | error | after step | ideal | above "
+        "\n| engine | stage | N | measured | predicted | error | after step | ideal | above "
         "| parameters | gradients | states | gathered | activations | logits | rest | sent |"
     )
     yield "|---|--:|--:|" + "--:|" * 13 + "--:|"
     for point in points:
         yield _line(point)
     yield from _side_by_side(points, timed)
+
+
+def _peaks(points: Sequence[Point]) -> Iterator[str]:
+    """Tabulate peaks by number of ranks: the ideal of each stage, then its engines."""
+    yield HOW_PEAKS.lstrip("\n")
+    yield f"| stage | engine | {' | '.join(f'{number:,}' for number in WORLD_SIZES)} |"
+    yield "|--:|---|" + "--:|" * len(WORLD_SIZES)
+    engines = [e for e in Engine if any(p.plan.parallelism.engine is e for p in points)]
+    for stage in sorted({point.place[1] for point in points}):
+        sizes = ideals_by_ranks(points[0], stage, WORLD_SIZES)
+        yield f"| {stage} | ideal | {' | '.join(map(_gib, sizes))} |"
+        for engine in engines:
+            cells = peaks_by_ranks(points, engine, stage, WORLD_SIZES)
+            if any(cells):
+                yield f"| {stage} | {engine} | {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(cell: Cell | None) -> str:
+    if cell is None:
+        return "-"
+    return f"**{_gib(cell.size_bytes)}**" if cell.is_measured else f"({_gib(cell.size_bytes)})"
 
 
 def _line(point: Point) -> str:
@@ -313,7 +252,7 @@ def _line(point: Point) -> str:
         f"{error:+.2f} %",
         _gib(after) if after else "-",
         _gib(point.ideal_bytes),
-        f"{_above_percent(point):+.1f} %",
+        f"{point.above_percent:+.1f} %",
         *(_gib(parts[key]) for key in ("parameters", "gradients", "optimizer", "gathered")),
         _gib(parts["activations"] + parts["attention"]),
         _gib(parts["logits"]),
@@ -417,11 +356,56 @@ def _real_line(run: RealRun) -> str:
     )
     exposed, losses = run.exposed_s, run.loss_distance
     cells = (
-        *(_title(plan), str(spread.engine), str(spread.zero_stage), str(spread.world_size)),
+        *(work_title(plan), str(spread.engine), str(spread.zero_stage), str(spread.world_size)),
         *(*sizes, *times),
         "-" if exposed is None else f"{1000 * exposed:.1f}",
         sent or "-",
         "-" if losses is None else f"{losses:.1e}" if losses else "equal",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _offloaded(rows: Sequence[RecordedRow]) -> Iterator[str]:
+    """Tabulate runs whose optimizer was in host memory beside the same plans with it on the device."""
+    steps = [row for row in rows if row.measured.get("allocated_bytes")]
+    found = [row for row in steps if row.spec["plan"]["workload"].get("offload_optimizer")]
+    if not found:
+        return
+    newest = {(*_place(row.spec["plan"]), row.spec["world"]): row for row in steps}
+    yield "\n## The optimizer in host memory"
+    yield HOW_OFFLOADED
+    yield (
+        "| plan | stage | N | here | kept | host | predicted | step ms | kept: step ms | adds ms |"
+    )
+    yield "|---|--:|--:|" + "--:|" * 7
+    for row in found:
+        plan = row.spec["plan"]
+        workload = {k: v for k, v in plan["workload"].items() if k != "offload_optimizer"}
+        kept = {**plan, "workload": workload}
+        yield _offloaded_line(row, newest.get((*_place(kept), row.spec["world"])))
+
+
+def _place(plan: Mapping[str, Any]) -> tuple[str, str]:
+    work, spread = work_of(plan)
+    return work, str(spread)
+
+
+def _offloaded_line(row: RecordedRow, kept: RecordedRow | None) -> str:
+    plan, seen = parse_plan(row.spec["plan"]), row.measured
+    spread, workload = plan.parallelism, plan.workload
+    assert isinstance(workload, TrainingWorkload)
+    ledger = host_ledger(plan.model, workload, spread)
+    adds_s = float(host_step(plan.model, workload, spread.world_size, plan.hardware).time_s)
+    other = {} if kept is None else kept.measured
+    cells = (
+        *(work_title(plan), str(spread.zero_stage), f"{spread.world_size:,}"),
+        _gib(seen["allocated_bytes"]),
+        _gib(other["allocated_bytes"]) if other else "-",
+        _gib(seen["state"]["host_bytes"]),
+        _gib(sum(entry.size_bytes for entry in ledger)),
+        f"{1000 * seen['step_time_s']:.1f}",
+        f"{1000 * other['step_time_s']:.1f}" if other else "-",
+        f"{1000 * adds_s:.1f}",
     )
     return f"| {' | '.join(cells)} |"
 
