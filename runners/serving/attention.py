@@ -31,15 +31,16 @@ _FOREIGN = ("softcap", "s_aux", "position_bias", "head_mask")
 
 @dataclass(slots=True)
 class Step:
-    """One forward over some rows of a cache, whose lengths count the new tokens already.
+    """One forward over some rows of a cache; `lengths` of these rows count the new tokens already.
 
-    `past` is how many tokens each of the rows had before where that is the same for all and known
+    A row of length 0 takes no part: nothing of it is written, and its output is 0. `past` is how many tokens each of the rows had before where that is the same for all and known
     to the host, as in a prefill; None when decoding.
     """
 
     cache: Cache
     backend: AttentionBackend
     rows: slice
+    lengths: Tensor
     past: int | None
     layers_seen: set[int] = field(default_factory=set)
 
@@ -81,7 +82,7 @@ def attention_forward(
     width = value.shape[-1]
     # Values narrower than keys (latent attention) are kept as wide as keys are.
     value = pad(value, (0, key.shape[-1] - width)) if width < key.shape[-1] else value
-    lengths = serving.cache.lengths[serving.rows]
+    lengths = serving.lengths
     scale = key.shape[-1] ** -0.5 if scaling is None else float(scaling)
     _write(serving.backend, key, value, view, lengths)
     out = _attend(serving, query, (key, value), view, lengths, scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,14 +34,16 @@ class Decoder:
         self._backend = backend
         self._layers = set(range(config.num_hidden_layers))
         device = cache.lengths.device
-        self._graphs = graphs and device.type == "cuda"
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._uses_graphs = graphs and device.type == "cuda"
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._tokens = torch.zeros(cache.rows, 1, dtype=torch.long, device=device)
+        self._active = torch.ones(cache.rows, dtype=torch.int32, device=device)
+        self._active_rows = list(range(cache.rows))
 
     @property
     def uses_graphs(self) -> bool:
         """Whether steps are replayed as a CUDA graph."""
-        return self._graphs
+        return self._uses_graphs
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, rows: slice, *, past: int = 0) -> Tensor:
@@ -57,34 +60,61 @@ class Decoder:
         self._cache.publish()
         self._cache.lengths[rows] += seq
         positions = torch.arange(past, past + seq, device=tokens.device).expand(batch, seq)
-        step = Step(self._cache, self._backend, rows, past)
+        step = Step(self._cache, self._backend, rows, self._cache.lengths[rows], past)
         following = self._forward(tokens, positions, step)
         self._tokens[rows] = following
         return following[:, 0]
 
     @torch.inference_mode()
-    def decode(self) -> Tensor:
-        """Decode one token of every row and return them (rows,); valid until the next step.
+    def decode(self, rows: Sequence[int] | None = None) -> Tensor:
+        """Decode one token of the given rows, all if None; return (rows,) by row number.
 
-        The host waits for nothing. Raises CacheFullError where a row has no room left.
+        Other rows stay as they are, and their numbers in the result mean nothing. It is valid until the
+        next step. The host waits for nothing. Raises CacheFullError where a row has no room left.
         """
-        for row in range(self._cache.rows):
+        active = list(range(self._cache.rows)) if rows is None else sorted(rows)
+        for row in active:
             self._cache.grow(row, 1)
         self._cache.publish()
-        if not self._graphs:
-            self._step()
+        if active != self._active_rows:
+            self._activate(active)
+        width = self._width(active[-1] + 1)
+        if not self._uses_graphs:
+            self._step(width)
         else:
-            if self._graph is None:
-                self._graph = self._captured()
-            self._graph.replay()
+            if width not in self._graphs:
+                self._graphs[width] = self._captured(width)
+            self._graphs[width].replay()
         return self._tokens[:, 0]
 
-    def _step(self) -> None:
-        """Raise the lengths, run the model, put its choice where the next step reads it."""
-        self._cache.lengths += 1
-        positions = self._cache.lengths.long()[:, None] - 1
-        step = Step(self._cache, self._backend, slice(None), None)
-        self._tokens.copy_(self._forward(self._tokens, positions, step))
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture the graph of every number of rows, so that no later step has to."""
+        widths = {self._width(number) for number in range(1, self._cache.rows + 1)}
+        self._activate([])
+        for width in sorted(widths) if self._uses_graphs else ():
+            self._graphs[width] = self._captured(width)
+
+    def _activate(self, rows: list[int]) -> None:
+        mask = torch.zeros(self._cache.rows, dtype=torch.int32)
+        mask[rows] = 1
+        self._active.copy_(mask)
+        self._active_rows = rows
+
+    def _width(self, rows: int) -> int:
+        """Rows that a step computes: the next power of two, for fewer graphs, or all."""
+        return min(self._cache.rows, 1 << (rows - 1).bit_length())
+
+    def _step(self, width: int) -> None:
+        """Raise the active rows' lengths, run the model, put its choice where the next step reads it."""
+        rows = slice(0, width)
+        active, tokens = self._active[rows], self._tokens[rows]
+        self._cache.lengths[rows] += active
+        lengths = self._cache.lengths[rows] * active
+        positions = (lengths.long() - 1).clamp(min=0)[:, None]
+        step = Step(self._cache, self._backend, rows, lengths, None)
+        following = self._forward(tokens, positions, step)
+        tokens.copy_(torch.where(active[:, None] > 0, following, tokens))
 
     def _forward(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
         output = self._model(
@@ -100,19 +130,19 @@ class Decoder:
         logits: Tensor = output.logits[:, -1]
         return logits.argmax(-1, keepdim=True)
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _captured(self, width: int) -> torch.cuda.CUDAGraph:
         """Record a step as a graph; the steps before that, which compile, are undone."""
         tokens, lengths = self._tokens.clone(), self._cache.lengths.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARMUPS):
-                self._step()
+                self._step(width)
                 # The same token is written again into the same place.
                 self._tokens.copy_(tokens)
                 self._cache.lengths.copy_(lengths)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._step()
+            self._step(width)
         return graph
