@@ -1,7 +1,7 @@
 """What each variant of one attention call holds, by name: forward, kept between, backward.
 
-Bytes are those that tensors ask the allocator for, beside Q, K, V and the output's gradient; for our
-kernels they equal what a run's allocator counts as requested, to the byte. B batch, H query heads,
+Bytes are those that tensors ask the allocator for, beside Q, K, V and the output's gradient. Runs on
+an H200 counted the same to the byte, for eager, cuDNN and every variant of ours. B batch, H query heads,
 K key/value heads, S sequence, D head size, e bytes per element; N = B H S^2 scores.
 """
 
@@ -20,6 +20,9 @@ from planner.memory.overheads import CONTEXT_BYTES, workspace_bytes
 FP32_BYTES = 4
 _ROW_PADDING = 128
 _FLASH_COLUMNS = 32
+# Counted in runs on an H200 (torch 2.11, cuDNN 9.19): two 8-byte scalars that are kept, and a
+# workspace of each direction while it runs.
+_CUDNN_SEED_BYTES, _CUDNN_WORKSPACE_BYTES = 16.0, 256.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +164,16 @@ def _sdpa(problem: AttentionProblem, sizes: Sizes, backend: str) -> Footprint:
     """torch's attention: results and rows by every fused kernel, a workspace by its backward."""
     if backend == "math":
         return _math(sizes)
-    kept = {"output": sizes.query, "log-sum-exp": sizes.rows}
-    backward = {**kept, **_gradients(sizes), **_sdpa_workspace(problem, sizes, backend)}
+    kept: dict[str, Numbers] = {"output": sizes.query, "log-sum-exp": sizes.rows}
+    beside: dict[str, Numbers] = {}
+    if backend == "cudnn":
+        kept["seed and offset of the dropout"] = _CUDNN_SEED_BYTES
+        beside["workspace"] = _CUDNN_WORKSPACE_BYTES
+    backward = {**kept, **beside, **_gradients(sizes), **_sdpa_workspace(problem, sizes, backend)}
     return Footprint(
-        forward={"the kernel": kept}, saved=kept, backward={"the gradient kernels": backward}
+        forward={"the kernel": {**kept, **beside}},
+        saved=kept,
+        backward={"the gradient kernels": backward},
     )
 
 

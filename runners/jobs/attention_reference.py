@@ -15,12 +15,13 @@ from torch.nn.functional import elu
 from kernels.attention.reference import reference_attention
 from planner.attention.problem import AttentionProblem, Variant
 
-# Never more than this many scores of one batch item at once.
+# Never more than this many scores of one batch item at once, in this many blocks of rows.
 MAX_REFERENCE_SCORES = 2**27
+SAMPLED_BLOCKS = 16
 
 
 def reference_blocks(problem: AttentionProblem) -> list[slice]:
-    """Return the query rows to compare: all of them, or a block each at start, middle and end.
+    """Return the query rows to compare: all of them, or evenly spread blocks, first and last included.
 
     Together they need at most MAX_REFERENCE_SCORES scores of one batch item.
     """
@@ -28,8 +29,9 @@ def reference_blocks(problem: AttentionProblem) -> list[slice]:
     rows = MAX_REFERENCE_SCORES // (problem.heads * length)
     if rows >= length:
         return [slice(0, length)]
-    block = max(1, rows // 3)
-    starts = (0, (length - block) // 2, length - block)
+    number = max(1, min(SAMPLED_BLOCKS, rows))
+    block, gaps = max(1, rows // number), max(1, number - 1)
+    starts = [index * (length - block) // gaps for index in range(number)]
     return [slice(start, start + block) for start in starts]
 
 

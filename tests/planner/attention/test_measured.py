@@ -70,7 +70,7 @@ def test_a_run_of_the_job_is_read_variant_by_variant() -> None:
         triton=DONE,
         eager=out,
         linear=skipped,
-        window={**DONE, "apart_from_exact": {"relative": 0.5}},
+        window={**DONE, "apart_from_exact": {"mean_of_rows": 0.5}},
     )
     assert (triton.forward_s, triton.backward_s, triton.error) == (1e-3, 3e-3, 1e-3)
     assert (triton.forward_backend, triton.backward_backend) == ("hopper", "triton")

@@ -154,6 +154,7 @@ def test_row_blocks_equal_the_whole(monkeypatch: pytest.MonkeyPatch, variant: Va
     assert whole.output.shape == (1, 4, 12, 8)
     assert whole.gradients.keys() == {"dq", "dk", "dv"}
     monkeypatch.setattr(attention_reference, "MAX_REFERENCE_SCORES", 4 * 12 * 6)
+    monkeypatch.setattr(attention_reference, "SAMPLED_BLOCKS", 3)
     assert reference_blocks(problem) == [slice(0, 2), slice(5, 7), slice(10, 12)]
     parts = reference_of(problem, variant, (query, key, value), upstream)
     assert parts.gradients.keys() == {"dq"}
@@ -193,6 +194,13 @@ def test_what_cannot_run_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPa
     assert reason_to_skip("triton", _problem(), torch.float32, gpu) is None
     reason = reason_to_skip("linear", _problem(causal=False), torch.float32, gpu)
     assert reason == "Linear attention is causal here: choose a causal mask."
+
+
+def test_a_distance_is_the_mean_over_rows() -> None:
+    exact = torch.tensor([[3.0, 4.0], [0.0, 10.0]])
+    ours = torch.tensor([[3.0, 4.0], [6.0, 2.0]])
+    # The first row is exact, the second is off by (6, -8), as long as itself.
+    assert attention._apart(ours, exact) == 0.5
 
 
 def test_the_inputs_are_what_the_spec_says() -> None:
