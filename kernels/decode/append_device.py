@@ -12,7 +12,7 @@ import triton.language as tl
 def _store_row(new, cache, scales, inside, LARGEST: tl.constexpr, ROUNDS: tl.constexpr):
     """Store one row of D elements; with LARGEST scaled so that its largest is that."""
     values = tl.load(new, mask=inside, other=0.0)
-    if LARGEST:
+    if LARGEST > 0:
         wide = values.to(tl.float32)
         scale = tl.max(tl.abs(wide), axis=0) / LARGEST
         wide = wide / tl.where(scale > 0, scale, 1.0)

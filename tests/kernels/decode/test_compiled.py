@@ -15,7 +15,9 @@ SIZES = ("table_stride", "kv_heads", "group", "seq_q", "capacity", "num_splits",
 SPILLED_BYTES = {("fp8e4nv", 0): 64}
 
 
-def request_of(arch: int, element: str, page: int) -> dict[str, Any]:
+def request_of(
+    arch: int, element: str, page: int, *, window: bool = False, per_token: bool = False
+) -> dict[str, Any]:
     one_byte = element != "bf16"
     tile = choose_tile(128, 1 if one_byte else 2, page or None)
     types: dict[str, Any] = {name: ["i32"] * 3 for name in STRIDES}
@@ -57,3 +59,42 @@ def test_measured_shapes_keep_three_programs_in_shared_memory_and_do_not_spill(
     for case, report in zip(cases, reports, strict=True):
         assert report["spilled_bytes"] <= SPILLED_BYTES.get(case, 0), report
         assert 3 * report["shared_bytes"] <= 227 * 1024, report
+
+
+@pytest.mark.slow
+def test_windows_and_scales_per_token_compile_too(
+    compile_for_gpus: Callable[..., list[dict[str, Any]]],
+) -> None:
+    cases = [("bf16", 16, True, False), ("fp8e4nv", 64, True, True), ("i8", 64, False, True)]
+    requests = [
+        request_of(90, element, page, window=window, per_token=per_token)
+        for element, page, window, per_token in cases
+    ]
+    for report in compile_for_gpus(requests):
+        assert 2 * report["shared_bytes"] <= 227 * 1024, report
+
+
+def append_request(element: str, page: int, largest: float) -> dict[str, Any]:
+    strides = ("k_new_strides", "v_new_strides", "k_strides", "v_strides")
+    types: dict[str, Any] = {name: ["i32"] * 3 for name in strides}
+    types |= {name: ["i32"] * 3 for name in ("k_scale_strides", "v_scale_strides")}
+    types |= dict.fromkeys(("k_new", "v_new"), "*bf16") | dict.fromkeys(("k", "v"), f"*{element}")
+    types |= {"lengths": "*i32", "table": "*i32", "k_scale": "*fp32", "v_scale": "*fp32"}
+    types |= dict.fromkeys(("table_stride", "kv_heads", "seq_q", "capacity"), "i32")
+    constants = {"PAGE": page, "LARGEST": largest, "ROUNDS": element == "i8"}
+    return {
+        "module": "kernels.decode.append_device",
+        "kernel": "append_kernel",
+        "arch": 90,
+        "warps": 1,
+        "types": types,
+        "constants": constants | {"HEAD_DIM": 128, "BLOCK_D": 128},
+    }
+
+
+def test_writing_into_each_kind_of_cache_compiles_without_spills(
+    compile_for_gpus: Callable[..., list[dict[str, Any]]],
+) -> None:
+    cases = [("bf16", 0, 0.0), ("fp8e4nv", 64, 448.0), ("i8", 16, 127.0)]
+    for report in compile_for_gpus([append_request(*case) for case in cases]):
+        assert report["spilled_bytes"] == 0, report
