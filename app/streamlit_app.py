@@ -41,6 +41,12 @@ page = st.navigation(
                 help="What does each stage and engine hold, send and cost, and when is ZeRO not "
                 "the answer?",
             ),
+            st.Page(
+                "app_pages/attention.py",
+                title="Attention",
+                icon=":material/center_focus_strong:",
+                help="What do kernels and algorithms of attention cost here, and which are exact?",
+            ),
         ],
         "Prove": [
             st.Page(

@@ -19,9 +19,12 @@ def current_document() -> dict[str, Any] | None:
     return None if model is None else state.plan_mapping(values, model, _hardware_part(values))
 
 
-def keep_plan_in_url() -> None:
-    """Carry the plan in this page's address, so that a reload or a shared link opens it again."""
-    wanted = state.query_of_values(current_values())
+def keep_plan_in_url(own: Mapping[str, str] | None = None) -> None:
+    """Carry the plan in this page's address, so that a reload or a shared link opens it again.
+
+    `own` are parameters of the page itself.
+    """
+    wanted = {**state.query_of_values(current_values()), **(own or {})}
     packed = _packed_config()
     if packed:
         wanted[state.CONFIG_KEY] = packed

@@ -1,0 +1,209 @@
+"""What the Attention page shows, as plain data: predictions, measurements of the shape, the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+import streamlit as st
+
+from app import services
+from app.proof import HOST_SHARE
+from db import repository
+from db.database import display_name, resolve_url
+from db.measurements import measurements
+from db.recorded import RECORDED_DIRECTORY
+from db.types import Origin, RunKind
+from planner.attention.answer import WORDS, AttentionAnswer
+from planner.attention.measured import Seen, best_of, seen_in_benches, seen_in_row
+from planner.attention.memory import input_bytes
+from planner.attention.problem import EXACT_VARIANTS, AttentionProblem, Variant
+from planner.units import format_bytes
+
+MEASURED_TTL_S = 20
+BENCHES = RECORDED_DIRECTORY / "kernels"
+# What runs without a GPU; the others are kernels for one.
+CPU_VARIANTS = (Variant.EAGER, Variant.SDPA)
+_REFERENCE_SCORE_BYTES = 40
+
+
+def seen_of(problem: AttentionProblem) -> list[Seen]:
+    """Return every stored or recorded measurement of `problem` at any length and batch, by age."""
+    found = [*_benches(), *_stored(display_name(resolve_url(None)))]
+    return [one for one in found if one.is_of(problem, any_length=True, any_batch=True)]
+
+
+@st.cache_data(max_entries=1, show_spinner=False)
+def _benches() -> list[Seen]:
+    paths = sorted(BENCHES.glob("*attention*.jsonl"))
+    lines = [line for path in paths for line in path.read_text().splitlines() if line.strip()]
+    return seen_in_benches([json.loads(line) for line in lines])
+
+
+@st.cache_data(max_entries=4, ttl=MEASURED_TTL_S, show_spinner=False)
+def _stored(url: str) -> list[Seen]:
+    rows = measurements(services.database(), kinds=[RunKind.ATTENTION])
+    return [
+        seen
+        for row in rows
+        for seen in seen_in_row(
+            row.spec,
+            row.measured,
+            row.environment,
+            row=row.id,
+            here=row.origin is Origin.HERE,
+        )
+    ]
+
+
+def on_gpus(seen: Sequence[Seen]) -> list[Seen]:
+    """Return what was measured on a GPU: a CPU's times and bytes are no answer about one."""
+    return [one for one in seen if one.world != "cpu"]
+
+
+def at_problem(problem: AttentionProblem, seen: Sequence[Seen]) -> dict[Variant, Seen]:
+    """Return the best measurement of each variant at exactly `problem`."""
+    return best_of([one for one in seen if one.is_of(problem)])
+
+
+def variant_name(variant: str) -> str:
+    """Return a variant's name as people read it."""
+    return WORDS[Variant(variant)]
+
+
+def kind_words(variant: Variant) -> str:
+    """Say whether a variant is a kernel (a system variable) or an algorithm."""
+    return "kernel, exact" if variant in EXACT_VARIANTS else "algorithm, changes the model"
+
+
+def table_rows(found: AttentionAnswer, seen: Mapping[Variant, Seen]) -> list[dict[str, Any]]:
+    """Return the page's table: one line per variant, predicted beside measured."""
+    lines = []
+    for one in found.variants:
+        row = seen.get(one.variant)
+        line: dict[str, Any] = {
+            "variant": WORDS[one.variant],
+            "kind": kind_words(one.variant),
+            "exact or not": one.exactness,
+            "predicted backend": one.backend,
+        }
+        for name, done in (("forward", one.forward), ("backward", one.backward)):
+            measured_s = getattr(row, f"{name}_s") if row else None
+            line |= {
+                f"{name} GFLOP": done.flops / 1e9,
+                f"{name}_hbm_bytes": round(done.hbm_bytes),
+                f"{name} predicted ms": 1e3 * done.time_s,
+                f"{name} measured ms": None if measured_s is None else 1e3 * measured_s,
+                f"{name}_peak_bytes": getattr(one, f"{name}_peak_bytes"),
+                f"{name}_peak_measured_bytes": _measured(row, f"{name}_peak_requested_bytes"),
+                f"{name}_peak_allocated_bytes": _measured(row, f"{name}_peak_bytes"),
+            }
+        line |= {
+            "device_bytes": one.device_bytes,
+            "fits": one.fits,
+            "longest sequence": one.longest,
+            "outcome": _measured(row, "outcome"),
+            "error": _measured(row, "error"),
+            "distance from exact": _measured(row, "apart_from_exact"),
+            "ran": _backends(row),
+            "measured on": row.gpu if row else None,
+        }
+        lines.append(line)
+    return lines
+
+
+def _measured(row: Seen | None, name: str) -> Any:
+    return None if row is None else getattr(row, name)
+
+
+def _backends(row: Seen | None) -> str | None:
+    if row is None:
+        return None
+    ran = dict.fromkeys(name for name in (row.forward_backend, row.backward_backend) if name)
+    return ", ".join(ran) or None
+
+
+def findings(found: AttentionAnswer) -> list[str]:
+    """Say what stands out: scores stored, what exact kernels save, what algorithms give up."""
+    by_variant = {one.variant: one for one in found.variants}
+    eager, ours = by_variant.get(Variant.EAGER), by_variant.get(Variant.TRITON)
+    sentences = []
+    if eager is not None:
+        sentences.append(_eager_sentence(found, eager.longest, eager.backward_peak_bytes))
+    if eager is not None and ours is not None:
+        times = eager.backward_peak_bytes / ours.backward_peak_bytes
+        sentences.append(
+            f"**Ours** gives the same result with {format_bytes(ours.backward_peak_bytes)}, "
+            f"{times:,.0f} times less. Its FLOPs still grow with the square of the sequence: "
+            f"{ours.forward.flops / 1e12:,.3g} TFLOP forward. What it saves is memory and traffic "
+            f"({format_bytes(ours.forward.hbm_bytes)} instead of "
+            f"{format_bytes(eager.forward.hbm_bytes)})."
+        )
+    changed = [one for one in found.variants if not one.exact]
+    if ours is not None and changed:
+        shares = ", ".join(
+            f"{WORDS[one.variant]} {one.forward.flops / ours.forward.flops:.1%}" for one in changed
+        )
+        sentences.append(
+            f"**Algorithms** compute fewer products, of ours: {shares}. A model gives other results "
+            "with them: they are choices about the model, not about its kernels."
+        )
+    return sentences
+
+
+def _eager_sentence(found: AttentionAnswer, longest: int | None, peak_bytes: int) -> str:
+    text = f"**Eager** stores the scores: {format_bytes(peak_bytes)} at the peak of its backward"
+    if longest is None:
+        return f"{text}."
+    return f"{text}; on {found.gpu.name} it does not fit beyond **{longest:,} tokens**."
+
+
+def attention_spec(
+    problem: AttentionProblem, variants: Sequence[Variant], world: str
+) -> dict[str, Any]:
+    """Return the job spec that measures variants of a problem (schema of the runners)."""
+    given = {**problem.to_dict(), "kernels": [str(variant) for variant in variants]}
+    return {
+        "schema": 1,
+        "kind": RunKind.ATTENTION.value,
+        "world": world,
+        "attention": given,
+        "deadline_s": 900.0,
+    }
+
+
+def submit(found: AttentionAnswer, world: str, *, key: str) -> str:
+    """Queue the run of an answer's variants; the same key never queues twice. Returns the run id."""
+    return repository.create_run(
+        services.database(),
+        attention_spec(found.problem, runnable(found, world), world),
+        prediction=found.to_dict(),
+        idempotency_key=key,
+        who="page",
+    )
+
+
+def runnable(found: AttentionAnswer, world: str) -> list[Variant]:
+    """Return the variants of an answer that can run in a world."""
+    return [one.variant for one in found.variants if world != "cpu" or one.variant in CPU_VARIANTS]
+
+
+def too_big_for_host(found: AttentionAnswer) -> str | None:
+    """Return why a run on the CPU would not fit this host; None when it would."""
+    problem, s = found.problem, float(found.problem.sequence_length)
+    held = max(
+        (one.backward_peak_bytes for one in found.variants if one.variant in CPU_VARIANTS),
+        default=0,
+    )
+    # The float64 reference keeps about five matrices of scores of one row.
+    reference = _REFERENCE_SCORE_BYTES * problem.heads * s * s
+    needed = float(input_bytes(problem, s)) + max(held, reference)
+    free = psutil.virtual_memory().available * HOST_SHARE
+    if needed <= free:
+        return None
+    return (
+        f"On the CPU this shape needs about {format_bytes(needed)} and this host can give "
+        f"{format_bytes(free)}: choose a shorter sequence or fewer heads."
+    )
