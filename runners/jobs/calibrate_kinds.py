@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed.fsdp  # registers the copies of its gathers
 from torch import Tensor
 from torch.nn import functional
 
@@ -221,6 +222,35 @@ def _foreach(function: Callable[[list[Tensor], list[Tensor]], object]) -> Make:
     return make
 
 
+def _cast_together(elements: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """FSDP2's parameters into the buffer of a gather, cast from fp32."""
+    sources = [torch.randn(elements // 8, device=device) for _ in range(8)]
+    targets = [torch.empty_like(x, dtype=dtype) for x in sources]
+    return lambda: torch._foreach_copy_(targets, sources)
+
+
+def _chunks_joined(elements: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """FSDP2's gradients into the buffer of a reduction, cast to fp32."""
+    parts = [torch.randn(elements // 8 // 64, 64, device=device, dtype=dtype) for _ in range(8)]
+    out = torch.empty(8, elements // 8, device=device)
+    return lambda: torch.ops.aten._chunk_cat.out(parts, 0, 8, out=out)
+
+
+def _parts_copied(elements: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """FSDP2's gathered buffer out to its parameters."""
+    buffer = torch.randn(8, elements // 8, device=device, dtype=dtype)
+    sizes = [elements // 64] * 8
+    out = [torch.empty(8, size, device=device, dtype=dtype) for size in sizes]
+    return lambda: torch.ops.fsdp.split_with_sizes_copy(buffer, sizes, dim=1, out=out)
+
+
+def _expanded(elements: int, device: torch.device, dtype: torch.dtype) -> Work:
+    """One shard to all places of a buffer, as a rank alone fills what it would gather."""
+    shard = torch.randn(elements // 8, device=device, dtype=dtype)
+    out = torch.empty(8, elements // 8, device=device, dtype=dtype)
+    return lambda: out.copy_(shard.expand_as(out))
+
+
 def _updated(fused: bool) -> Make:
     def make(elements: int, device: torch.device, dtype: torch.dtype) -> Work:
         parts = 8
@@ -280,6 +310,10 @@ KINDS = (
     Kind("embedding_backward", "bf16", 4, _embedded(backward=True)),
     Kind("row_gather", "bf16", 4, _gathered_rows),
     Kind("row_scatter", "bf16", 6, _scattered_rows),
+    Kind("foreach_cast", "bf16", 6, _cast_together),
+    Kind("chunk_cat", "bf16", 6, _chunks_joined),
+    Kind("split_copy", "bf16", 4, _parts_copied),
+    Kind("expanded_copy", "bf16", 2, _expanded),
     Kind("foreach_copy", "bf16", 4, _foreach(torch._foreach_copy_)),
     Kind("foreach_add", "bf16", 6, _foreach(torch._foreach_add_)),
     Kind("adamw_fused", "bf16", 14, _updated(fused=True)),
