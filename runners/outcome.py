@@ -90,8 +90,10 @@ _LAST_WORDS = (
         "the GPU reported a hardware fault (inferred from the log)",
     ),
 )
-# torchrun's own summary of the rank that failed first.
+# torchrun's own summary: other failures, then the rank that failed first.
+_ROOT_CAUSE = "Root Cause (first observed failure)"
 _RANK_EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)")
+_FAILED_RANK = re.compile(r"rank\s*:\s*(\d+) \(local_rank")
 
 
 class ResultProblem(Exception):  # noqa: N818 - described to a person, not raised to one
@@ -178,8 +180,18 @@ def _is_echo(result: JobResult, ending: Ending | None, run_directory: Path) -> b
 
 def _exit_code(ending: Ending, words: str) -> int:
     """Return the exit code of the process that failed first; torchrun's own is always 1."""
-    rank_code = _RANK_EXIT_CODE.search(words)
+    rank_code = _RANK_EXIT_CODE.search(_root_cause(words))
     return int(rank_code[1]) if rank_code else ending.exit_code or 0
+
+
+def _root_cause(words: str) -> str:
+    return words[max(words.rfind(_ROOT_CAUSE), 0) :]
+
+
+def _failed_rank(words: str) -> str:
+    """Name the rank that torchrun says failed first, "it" where there is one process alone."""
+    rank = _FAILED_RANK.search(_root_cause(words))
+    return f"rank {rank[1]}" if rank else "it"
 
 
 def _supervisor_end(run_directory: Path) -> str:
@@ -201,12 +213,15 @@ def _classify_exit(ending: Ending, run_directory: Path) -> Classified:
     words = last_words(run_directory)
     code = _exit_code(ending, words)
     if code == -signal.SIGKILL and ending.oom_kills > 0:
-        return Classified(outcome=Outcome.OOM_HOST, why="the kernel killed it for host memory")
+        return Classified(
+            outcome=Outcome.OOM_HOST, why=f"the kernel killed {_failed_rank(words)} for host memory"
+        )
     for pattern, outcome, why in _LAST_WORDS:
         if re.search(pattern, words, re.MULTILINE):
             return Classified(outcome=outcome, why=why)
     if code < 0:
-        return Classified(outcome=Outcome.CRASHED, why=f"it was killed by {_signal_name(-code)}")
+        why = f"{_failed_rank(words)} was killed by {_signal_name(-code)}"
+        return Classified(outcome=Outcome.CRASHED, why=why)
     line = next((line for line in reversed(words.splitlines()) if line.strip()), "")
     why = f"it ended with exit code {code}: {line.strip()}"[:_MAX_WHY_CHARACTERS]
     return Classified(outcome=Outcome.FAILED, why=why.removesuffix(": "))

@@ -13,6 +13,12 @@ from runners.outcome import Classified, Ending, StoppedBy, classify, read_ending
 
 RESULT = {"schema": 1, "outcome": "done", "measured": {}, "environment": {}, "error": None}
 TORCHRUN_TABLE = """
+Failures:
+[1]:
+  time      : 2026-11-29_12:00:01
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 4241)
+------------------------------------------------------------
 Root Cause (first observed failure):
 [0]:
   time      : 2026-11-29_12:00:00
@@ -102,7 +108,7 @@ def test_sigkill_is_host_memory_only_where_the_kernel_says_so(tmp_path: Path) ->
 def test_a_failure_that_echoes_a_killed_rank_is_not_believed(tmp_path: Path) -> None:
     echo = {**RESULT, "outcome": "failed", "error": {"message": "Connection closed by peer"}}
     seen = ended(tmp_path, 1, TORCHRUN_TABLE, result=echo)
-    assert (seen.outcome, seen.why) == (Outcome.CRASHED, "it was killed by SIGKILL")
+    assert (seen.outcome, seen.why) == (Outcome.CRASHED, "rank 1 was killed by SIGKILL")
     assert ended(tmp_path, 1, "", result=echo).why == "Connection closed by peer"
 
 

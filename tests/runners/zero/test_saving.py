@@ -6,7 +6,10 @@ import dataclasses
 import importlib.util
 import json
 import math
+import multiprocessing
+import os
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -178,6 +181,24 @@ def test_an_interrupted_save_leaves_the_last_good_one(
 
 def _interrupt(*args: Any) -> Path:
     raise KeyboardInterrupt
+
+
+def test_a_process_killed_while_it_writes_leaves_the_last_good_step(saved: Path) -> None:
+    """Killed for real, with its pieces on disk and the step not yet named."""
+    process = multiprocessing.get_context("fork").Process(target=_save_and_die, args=(saved,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert (saved / ".step-00000006.partial" / "__0_0.distcp").stat().st_size > 0
+    with pytest.warns(UserWarning, match="half written"):
+        assert load_checkpoint(begin().engine, saved) == 4
+
+
+def _save_and_die(directory: Path) -> None:
+    torch.set_num_threads(1)  # a forked process has lost the threads of its parent
+    training = begin()
+    saving._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    save_checkpoint(training.engine, directory, step=6)
 
 
 def test_a_write_that_fails_says_so_and_leaves_nothing_behind(
