@@ -12,8 +12,8 @@ from db.database import display_name, resolve_url
 from db.measurements import measurements
 from db.types import RunKind
 from planner.plan import Plan
-from planner.real_ranks import CollectiveTime, real_runs
-from planner.units import format_bytes, format_rate
+from planner.real_ranks import real_runs
+from planner.units import format_rate
 from planner.zero import work_of
 
 STORED_TTL_S = 20
@@ -60,20 +60,30 @@ def _for_people(line: Mapping[str, Any], show: Show) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name, value in line.items():
         words = name.removesuffix("_bytes").replace("_ms", " ms").replace("_", " ")
-        if name in ("work", "collectives", "loss_distance"):
+        if name in ("work", "collectives"):
             continue
         if name.endswith("_bytes"):
             shown[words] = None if value is None else show(value)
         elif name.endswith("_ms"):
             shown[words] = None if value is None else round(value, 1)
+        elif name == "loss_distance":
+            shown["losses from stage 0"] = None if value is None else f"{value:.1e}"
         else:
             shown[words] = value
-    shown |= {one.collective.replace("_", "-"): _collective(one) for one in line["collectives"]}
-    distance = line["loss_distance"]
-    shown["losses from stage 0"] = None if distance is None else f"{distance:.1e}"
     return shown
 
 
-def _collective(one: CollectiveTime) -> str:
-    rate = format_rate(one.bus_bytes_s, "B")
-    return f"{one.calls} x, {format_bytes(one.payload_bytes)} in {1000 * one.time_s:.1f} ms, {rate}"
+def collective_table(lines: Sequence[Mapping[str, Any]], show: Show) -> list[dict[str, Any]]:
+    """Return one line for people per collective of every run: full buffers, time, bandwidth."""
+    return [
+        {
+            **{name: line[name] for name in ("plan", "engine", "stage", "ranks")},
+            "collective": one.collective.replace("_", "-"),
+            "calls": one.calls,
+            "payload": show(one.payload_bytes),
+            "time ms": round(1000 * one.time_s, 1),
+            "bus bandwidth": format_rate(one.bus_bytes_s, "B"),
+        }
+        for line in lines
+        for one in line["collectives"]
+    ]
