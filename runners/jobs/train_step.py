@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.kernel_times import measure_kernels
 from runners.jobs.losses import install_chunked_loss, install_fused_loss
-from runners.jobs.saved_steps import SavedSteps
 from runners.jobs.section_meter import CudaCounter, MemoryCounter, SectionMeter, watched_sections
 from runners.measure import (
     StepMeter,
@@ -37,6 +36,9 @@ from runners.measure import (
 )
 from runners.worlds import RunningWorld, open_world
 from runners.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:
+    from runners.jobs.saved_steps import SavedSteps
 
 LEARNING_RATE = 1e-4
 MIN_WARMUP_STEPS = 2
@@ -247,7 +249,7 @@ def measure_training(session: JobSession) -> None:
     spec = session.spec
     plan = parse_plan(spec.plan)
     workload = _training_workload(plan)
-    saved = SavedSteps.of(spec, plan, _warmup_steps(spec) + spec.steps)
+    saved = _saved_steps(spec, plan)
     session.events.phase("build")
     model = build_model(plan)
     parallelism = plan.parallelism
@@ -261,14 +263,16 @@ def measure_training(session: JobSession) -> None:
     ) as world:
         session.events.phase("init")
         trainer = Trainer(plan, model, world, spec.seed)
-        saved.load(session, trainer.engine)
+        if saved is not None:
+            saved.load(session, trainer.engine)
         _warm_up(session, trainer, workload)
         for index in range(spec.steps):
             session.events.phase("step", index=index)
             trainer.step()
         session.events.phase("collect")
         _collect(session, trainer)
-        saved.save(session, trainer.engine)
+        if saved is not None:
+            saved.save(session, trainer.engine)
         if session.device.type == "cuda":
             session.events.phase("timeline")
             session.measured["timeline"] = trainer.timeline(CudaCounter(session.device))
@@ -276,6 +280,15 @@ def measure_training(session: JobSession) -> None:
                 session.events.phase("kernel_times")
                 seen = measure_kernels(trainer.step, session.device)
                 session.measured["kernel_times"] = world.gather(seen)
+
+
+def _saved_steps(spec: JobSpec, plan: Plan) -> SavedSteps | None:
+    if spec.save_to is None and spec.load_from is None:
+        return None
+    # Imported here: torch.distributed.checkpoint takes over a second, and few runs have a use for it.
+    from runners.jobs.saved_steps import SavedSteps
+
+    return SavedSteps.of(spec, plan, _warmup_steps(spec) + spec.steps)
 
 
 def _warm_up(session: JobSession, trainer: Trainer, workload: TrainingWorkload) -> None:
