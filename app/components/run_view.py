@@ -11,6 +11,7 @@ import streamlit as st
 from app import services, state
 from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
+from app.components.attention_result import show_attention_result
 from app.components.calibration_view import show_calibration
 from app.components.comparison import comparison_rows, phase_rows
 from app.components.decode_view import show_decode
@@ -150,7 +151,9 @@ def _result(run: Mapping[str, Any]) -> None:
         _show_error(run)
     if (run["measured"] or {}).get("curves"):
         show_calibration(run)
-    elif run["measured"] and str(run["summary"]["kind"]) == "decode":
+    elif run["spec"]["kind"] == "attention":
+        show_attention_result(run)
+    elif run["measured"] and run["spec"]["kind"] == "decode":
         show_decode(run)
     elif run["measured"]:
         for line in saved_lines(run["measured"]):
@@ -260,9 +263,16 @@ def _measured_metrics(run: Mapping[str, Any]) -> None:
                 format_seconds(speed["step_time_s"]),
                 help="For the plan's hardware; only the nccl world measures the same thing.",
             )
-        losses = [loss for loss in measured.get("losses") or () if loss is not None]
-        if losses:
+        losses = measured.get("losses") or ()
+        if losses and losses[-1] is not None:
             st.metric("Last loss", f"{losses[-1]:.4f}")
+    if None in losses:
+        st.warning(
+            f"The loss of measured step {list(losses).index(None) + 1} is not finite: memory and times "
+            "are as good as any, but this training diverges. In our engine `checks_gradients=True` "
+            "names the parameter whose gradient is not finite first.",
+            icon=":material/warning:",
+        )
 
 
 def _show_prediction_only(prediction: Mapping[str, Any]) -> None:

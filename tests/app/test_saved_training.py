@@ -26,12 +26,11 @@ LINES = [
 ]
 
 
-def finished() -> str:
+def finished(**measured: object) -> str:
     """Queue a run and end it as a worker would; return its id."""
     run_id = services.submit_proof(default_plan(), "cpu", "a")
     held = claim_next_run(services.database(), WorkerIdentity(host="h", pid=1, pid_start_ticks=1))
     assert held is not None
-    measured = {"loaded": LOADED, "saved": SAVED}
     result = StoredResult(state=RunState.DONE, measured=measured, environment={})
     store_result(services.database(), held.lease, result)
     return run_id
@@ -40,7 +39,7 @@ def finished() -> str:
 def test_the_page_and_the_command_line_say_what_was_loaded_and_saved(
     opened: Callable[..., AppTest], run: Run
 ) -> None:
-    run_id = finished()
+    run_id = finished(loaded=LOADED, saved=SAVED)
     app = opened(run=run_id)
     app.switch_page("app_pages/run.py").run()
     assert not app.exception
@@ -48,6 +47,14 @@ def test_the_page_and_the_command_line_say_what_was_loaded_and_saved(
     code, out, _ = run("runs", "show", run_id)
     assert code == 0
     assert out.splitlines()[-2:] == LINES
+
+
+def test_a_loss_that_is_not_finite_is_told(opened: Callable[..., AppTest]) -> None:
+    app = opened(run=finished(step_time_s=0.1, losses=[4.0, None, None]))
+    app.switch_page("app_pages/run.py").run()
+    assert not app.exception
+    assert "Last loss" not in [metric.label for metric in app.metric]
+    assert "loss of measured step 2 is not finite" in app.warning[0].value
 
 
 @pytest.mark.parametrize(
