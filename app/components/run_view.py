@@ -11,7 +11,6 @@ import streamlit as st
 from app import services, state
 from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
-from app.components.attention_result import show_attention_result
 from app.components.calibration_view import show_calibration
 from app.components.comparison import comparison_rows, phase_rows
 from app.components.decode_view import show_decode
@@ -151,9 +150,7 @@ def _result(run: Mapping[str, Any]) -> None:
         _show_error(run)
     if (run["measured"] or {}).get("curves"):
         show_calibration(run)
-    elif run["spec"]["kind"] == "attention":
-        show_attention_result(run)
-    elif run["measured"] and run["spec"]["kind"] == "decode":
+    elif run["measured"] and str(run["summary"]["kind"]) == "decode":
         show_decode(run)
     elif run["measured"]:
         for line in saved_lines(run["measured"]):
