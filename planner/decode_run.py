@@ -113,19 +113,21 @@ def parse_decode(given: object) -> tuple[DecodeRun, ModelSpec]:
         dtype=check_choice("decode.dtype", merged["dtype"], WeightDtype),
         cache=check_choice("decode.cache", merged["cache"], CacheKind),
         cache_dtype=check_choice("decode.cache_dtype", merged["cache_dtype"], CacheDtype),
-        page_size=_page_size(merged["page_size"]),
+        page_size=check_page_size("decode.page_size", merged["page_size"]),
         attention=check_choice("decode.attention", merged["attention"], AttentionBackend),
         fused=check_boolean("decode.fused", merged["fused"]),
         graphs=check_boolean("decode.graphs", merged["graphs"]),
         peers=_peers(merged["peers"]),
     )
-    _check_together(run, model)
+    check_together("decode", run.cache_dtype, run.dtype)
+    check_positions("decode.context", run.context, run.new_tokens, model)
     return run, model
 
 
-def _page_size(value: object) -> int:
+def check_page_size(field: str, value: object) -> int:
+    """Return `value` if pages can have it; raises PlanError."""
     if type(value) is not int or value not in PAGE_SIZES:
-        raise PlanError("decode.page_size", value, "one of " + ", ".join(map(str, PAGE_SIZES)))
+        raise PlanError(field, value, "one of " + ", ".join(map(str, PAGE_SIZES)))
     return value
 
 
@@ -135,22 +137,25 @@ def _peers(value: object) -> tuple[Peer, ...]:
     return tuple(check_choice("decode.peers", one, Peer) for one in value)
 
 
-def _check_together(run: DecodeRun, model: ModelSpec) -> None:
-    if run.cache_dtype is not CacheDtype.MODEL and run.dtype is WeightDtype.FP32:
+def check_together(kind: str, cache_dtype: CacheDtype, dtype: WeightDtype) -> None:
+    """Raise PlanError for a one-byte cache beside weights in fp32."""
+    if cache_dtype is not CacheDtype.MODEL and dtype is WeightDtype.FP32:
         sentence = (
-            f"decode.cache_dtype is '{run.cache_dtype}' beside weights in fp32: the decode kernel "
+            f"{kind}.cache_dtype is '{cache_dtype}' beside weights in fp32: the decode kernel "
             "multiplies one-byte caches with bf16 and fp16 only, choose 'model' or another dtype."
         )
-        raise PlanError("decode.cache_dtype", str(run.cache_dtype), "model", sentence=sentence)
+        raise PlanError(f"{kind}.cache_dtype", str(cache_dtype), "model", sentence=sentence)
+
+
+def check_positions(field: str, prompt: int, new_tokens: int, model: ModelSpec) -> None:
+    """Raise PlanError where a prompt with its new tokens passes the model's positions."""
     longest = model.max_positions
-    if run.capacity > longest:
+    if prompt + new_tokens > longest:
         sentence = (
-            f"decode.context is {run.context}: with {run.new_tokens} new tokens it passes the "
-            f"{longest} positions of {model.name}; shorten one of them."
+            f"{field} is {prompt}: with {new_tokens} new tokens it passes the {longest} positions "
+            f"of {model.name}; shorten one of them."
         )
-        raise PlanError(
-            "decode.context", run.context, f"at most {longest - run.new_tokens}", sentence=sentence
-        )
+        raise PlanError(field, prompt, f"at most {longest - new_tokens}", sentence=sentence)
 
 
 WHO = "peakmark"

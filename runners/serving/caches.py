@@ -261,20 +261,21 @@ class PagedCache:
         return LayerView(stored.k, stored.v, stored.k_scale, stored.v_scale, table, group.window)
 
     def fits(self, growth: Sequence[tuple[int, int]]) -> bool:
-        """Say whether (row, tokens) of different rows can all grow now."""
+        """Say whether (row, tokens) of different rows can all grow now.
+
+        Pages that their windows have passed are given back first.
+        """
+        for row, _ in growth:
+            for group in self._groups.values():
+                group.book.slide(row)
         return all(
             sum(group.book.missing(row, tokens) for row, tokens in growth) <= group.book.num_free
             for group in self._groups.values()
         )
 
     def grow(self, row: int, tokens: int) -> None:
-        """Take the pages of `tokens` more of a row; raises CacheFullError, and takes nothing then.
-
-        Pages that its window has passed are given back first.
-        """
+        """Take the pages of `tokens` more of a row; raises CacheFullError, and takes nothing then."""
         _check_room(self.tokens(row) + tokens, self.capacity)
-        for group in self._groups.values():
-            group.book.slide(row)
         if not self.fits([(row, tokens)]):
             # Raises for the pool that is too full, before any other one has grown.
             for group in self._groups.values():
