@@ -31,6 +31,7 @@ class RunKind(StrEnum):
     ATTENTION = "attention"
     CALIBRATE = "calibrate"
     DECODE = "decode"
+    SERVE = "serve"
 
 
 class RunWorld(StrEnum):

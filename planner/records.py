@@ -37,6 +37,7 @@ class Kind(StrEnum):
     ATTENTION = "attention"
     CALIBRATE = "calibrate"
     DECODE = "decode"
+    SERVE = "serve"
 
 
 # What the spec of each kind must hold.
@@ -45,6 +46,7 @@ _SPEC_PARTS = {
     Kind.ATTENTION: "attention",
     Kind.CALIBRATE: "calibration",
     Kind.DECODE: "decode",
+    Kind.SERVE: "serve",
 }
 
 

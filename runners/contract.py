@@ -24,6 +24,7 @@ class JobKind(StrEnum):
     ATTENTION = "attention"
     CALIBRATE = "calibrate"
     DECODE = "decode"
+    SERVE = "serve"
 
 
 class World(StrEnum):
@@ -54,7 +55,7 @@ class JobSpec:
 
     `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`;
     `calibration` holds `world_size` and `budget_s` for `calibrate`; `decode` is what a decode run is
-    asked (planner/decode_run.py).
+    asked (planner/decode_run.py), `serve` what a serving run is (planner/serve_run.py).
     `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
     profiler. `load_from` is a folder of saved steps, or one of them, from whose training the run
     goes on; `save_to` is the folder that its own last step is saved to (docs/checkpoints.md).
@@ -75,6 +76,7 @@ class JobSpec:
     save_to: str | None = None
     load_from: str | None = None
     decode: Mapping[str, Any] | None = None
+    serve: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""

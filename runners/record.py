@@ -65,8 +65,8 @@ class Entry:
         if self.spec.calibration is not None:
             return f"calibrate {self.spec.world}"
         if self.spec.plan is None:
-            asked = self.spec.attention or self.spec.decode or {}
-            return " ".join(f"{k}={v}" for k, v in asked.items())
+            asked = self.spec.attention or self.spec.decode or self.spec.serve or {}
+            return " ".join(f"{k}={v}" for k, v in asked.items() if k != "trace")
         plan = self.spec.plan
         values = {**plan["workload"], **plan["parallelism"]}
         shown = [f"{_SHORT_NAMES[k]}={v}" for k, v in sorted(values.items()) if k in _SHORT_NAMES]

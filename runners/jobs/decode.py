@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kernels.attention.dispatch import Direction, last_choice
 from planner.decode_run import AttentionBackend, CacheKind, DecodeRun, WeightDtype, parse_decode
 from planner.model import ModelSpec
+from planner.serve_run import ServeRun
 from runners.contract import JobKind, Outcome
 from runners.jobs.decode_peers import measure_peer
 from runners.jobs.harness import JobSession, describe_device_oom, run_job
@@ -42,7 +43,9 @@ PREFILL_TOKENS = 32_768
 _WARMUP_STEPS = 3
 
 
-def build_model(run: DecodeRun, model: ModelSpec, device: torch.device, seed: int) -> nn.Module:
+def build_model(
+    run: DecodeRun | ServeRun, model: ModelSpec, device: torch.device, seed: int
+) -> nn.Module:
     """Return the model with random weights on `device`, on our attention, in evaluation mode."""
     register()
     torch.manual_seed(seed)
@@ -72,7 +75,7 @@ def measure_decode(session: JobSession) -> None:
     measured, device = session.measured, session.device
     session.events.phase("build")
     model = build_model(run, spec, device, session.spec.seed)
-    measured["weights_bytes"] = _weights_bytes(model)
+    measured["weights_bytes"] = weights_bytes(model)
     generator = torch.Generator(device).manual_seed(session.spec.seed)
     prompts = torch.randint(
         spec.vocab_size, (run.batch, run.context), generator=generator, device=device
@@ -97,7 +100,7 @@ def measure_decode(session: JobSession) -> None:
         _release(device)
 
 
-def _weights_bytes(model: nn.Module) -> int:
+def weights_bytes(model: nn.Module) -> int:
     """Bytes of all parameters, tied ones once."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     return sum(storage.nbytes() for storage in storages.values())
@@ -114,7 +117,7 @@ def _measure_ours(session: JobSession, run: DecodeRun, model: nn.Module, prompts
     _prefill(decoder, prompts[: _rows_at_once(run)])
     for row in range(run.batch):
         cache.finish(row)
-    _reset_peak(device)
+    reset_peak(device)
     session.events.phase("prefill")
     clock = Clock(device)
     start = clock.now()
@@ -122,12 +125,12 @@ def _measure_ours(session: JobSession, run: DecodeRun, model: nn.Module, prompts
     prefill_s = clock.seconds(start, clock.now())
     measured["prefill_time_s"] = prefill_s
     measured["prefill_tokens_per_s"] = prompts.numel() / prefill_s
-    measured["prefill_peak_allocated_bytes"] = _peak_allocated(device)
+    measured["prefill_peak_allocated_bytes"] = peak_allocated(device)
     measured["attention_backend"] = _backend(run)
     session.events.phase("decode")
-    _reset_peak(device)
+    reset_peak(device)
     tokens = _decode(decoder, clock, run, first, measured)
-    _note_memory(measured, device)
+    note_memory(measured, device)
     return tokens
 
 
@@ -174,19 +177,21 @@ def _backend(run: DecodeRun) -> str:
     return f"peakmark:{choice.backend if choice else 'triton'}"
 
 
-def _reset_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
+    """Forget the allocator's peak, where there is one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak_allocated(device: torch.device) -> int | None:
+def peak_allocated(device: torch.device) -> int | None:
+    """Return the most bytes allocated since `reset_peak`; None without a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _note_memory(measured: dict[str, Any], device: torch.device) -> None:
+def note_memory(measured: dict[str, Any], device: torch.device) -> None:
     """Note the counters of the job; the peak is the larger of prefill's and decode's."""
     measured |= {"allocated_bytes": None, "reserved_bytes": None, "device_bytes": None}
-    measured["decode_peak_allocated_bytes"] = _peak_allocated(device)
+    measured["decode_peak_allocated_bytes"] = peak_allocated(device)
     if device.type != "cuda":
         return
     peaks = ("prefill_peak_allocated_bytes", "decode_peak_allocated_bytes")

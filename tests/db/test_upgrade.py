@@ -29,7 +29,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "{revision}"
-down_revision = "0004"
+down_revision = "0005"
 
 
 def upgrade():
