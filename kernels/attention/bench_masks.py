@@ -1,15 +1,17 @@
-"""Time the portable Triton attention beside FlexAttention: `python -m kernels.attention.bench_masks`.
+"""Time our attention's masks beside FlexAttention: `python -m kernels.attention.bench_masks`.
 
 bf16, random normal, B * S = 32,768 tokens and H * D = 2048. FlexAttention is compiled for the same
 mask (fullgraph, static shapes, no recompilation past its limit, so no eager fall-back). Every result
-is compared before it is timed; times are medians, taken in turns (kernels/timing.py).
+is compared before it is timed; times are medians, taken in turns (kernels/timing.py). Ours is the
+backend asked for, the portable one if none is; the causal attention beside a window is what runs
+by default.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kernels.attention import masks
-from kernels.attention.dispatch import forced_backend
+from kernels.attention.dispatch import Backend, Direction, forced_backend
 from kernels.attention.masks import Mask, MaskKind
 from kernels.attention.triton import flash_attention
 from kernels.timing import Report, times_in_turns
@@ -131,8 +133,13 @@ def flex(case: Case) -> Attend:
     return compiled
 
 
-def results(attend: Attend, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the output and the three gradients."""
+def results(
+    attend: Attend, inputs: list[Tensor], directions: Sequence[Direction]
+) -> tuple[Tensor, ...]:
+    """Return the output and, where the backward is asked for too, the three gradients."""
+    if Direction.BACKWARD not in directions:
+        with torch.no_grad():
+            return (attend(*inputs[:3]),)
     out = attend(*inputs[:3])
     return out.detach(), *torch.autograd.grad(out, inputs[:3], inputs[3])
 
@@ -143,35 +150,53 @@ def difference(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> float:
     return max(((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in pairs)
 
 
-def timed(attend: Attend, inputs: list[Tensor], direction: str) -> Callable[[], object]:
-    """Return the call to time: a forward without gradients, or a backward alone."""
+def timed(
+    attend: Attend, inputs: list[Tensor], direction: Direction, backend: str
+) -> Callable[[], object]:
+    """Return the call to time, under `backend`: a forward without gradients, or a backward alone."""
     *leaves, dout = inputs
-    if direction == "forward":
-        detached = [tensor.detach() for tensor in leaves]
-        return lambda: attend(*detached)
+
+    def forward() -> object:
+        with torch.no_grad(), forced_backend(backend):
+            return attend(*leaves)
+
+    if direction is Direction.FORWARD:
+        return forward
     out = attend(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    def backward() -> object:
+        with forced_backend(backend):
+            return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return backward
 
 
-def compare(report: Report, case: Case) -> None:
+def compare(report: Report, case: Case, directions: Sequence[Direction], backend: Backend) -> None:
     """Add a row for each direction: ours, FlexAttention and, beside a window, our causal attention.
 
     Raises RuntimeError where the two results differ.
     """
     inputs = make_inputs(case)
     calls = {"ours": ours(case), "flex": flex(case)}
-    apart = difference(results(calls["ours"], inputs), results(calls["flex"], inputs))
+    with forced_backend(backend):
+        found = [results(calls[name], inputs, directions) for name in ("ours", "flex")]
+    apart = difference(*found)
     if not apart <= MAX_DIFFERENCE:
         raise RuntimeError(f"ours and FlexAttention differ by {apart:.3g}")
     if case.mask.kind is MaskKind.WINDOW:
         calls["causal"] = ours(replace(case, mask=masks.CAUSAL))
-    for direction in ("forward", "backward"):
-        times = times_in_turns({name: timed(f, inputs, direction) for name, f in calls.items()})
+    for direction in directions:
+        chosen = {
+            name: timed(f, inputs, direction, "auto" if name == "causal" else backend)
+            for name, f in calls.items()
+        }
+        times = times_in_turns(chosen)
         figures = {f"{name}_s": found for name, found in times.items()}
         figures["ratio"] = times["flex"] / times["ours"]
         if "causal" in times:
             figures["causal_ratio"] = times["causal"] / times["ours"]
-        report.add(named(case) | {"direction": direction, "peer": "FlexAttention"}, **figures)
+        what = {"direction": direction.value, "backend": backend.value, "peer": "FlexAttention"}
+        report.add(named(case) | what, **figures)
 
 
 def named(case: Case) -> dict[str, Any]:
@@ -185,18 +210,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="append one JSON object per row to this file")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no case after this")
+    parser.add_argument(
+        "--direction", type=Direction, choices=list(Direction), help="only this one"
+    )
+    parser.add_argument("--backend", type=Backend, choices=list(Backend), default=Backend.TRITON)
     arguments = parser.parse_args()
+    directions = [arguments.direction] if arguments.direction else list(Direction)
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the benchmark times GPU kernels")
     prepare_flex()
     report, started = Report("attention_masks", arguments.json), time.monotonic()
-    with forced_backend("triton"):
-        for case in cases():
-            if time.monotonic() - started > arguments.seconds:
-                print(f"no time left for {named(case)}", flush=True)
-                continue
-            with report.surviving(named(case)):
-                compare(report, case)
+    for case in cases():
+        if time.monotonic() - started > arguments.seconds:
+            print(f"no time left for {named(case)}", flush=True)
+            continue
+        with report.surviving(named(case)):
+            compare(report, case, directions, arguments.backend)
 
 
 def prepare_flex() -> None:

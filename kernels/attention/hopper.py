@@ -135,10 +135,12 @@ def single_forward(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     tile: SingleTile | None = None,
+    programs: int | None = None,
 ) -> None:
-    """Fill out and lse as `attend` by one program per tile; a bound is None where there is none.
+    """Fill out and lse as `attend` without a list of tiles; a bound is None where there is none.
 
-    Holds nothing beside them but `sinks` (Hq,) in one piece. `tile` is for trying out forms.
+    Holds nothing beside them but `sinks` (Hq,) in one piece. `tile` and `programs` are for trying
+    out forms.
     """
     batch, heads, seq_q, head_dim = q.shape
     tile = tile or single_tile(head_dim, v.shape[-1])
@@ -152,9 +154,10 @@ def single_forward(
         kx_d = tile_descriptor(k, tile.keys, tile.extra)
     factor, inner = (softcap, scale / softcap) if softcap else (scale, 0.0)
     numbers = (factor * math.log2(math.e), inner)
-    sizes = (seq_q, seq_k, heads, heads // kv_heads, work.upper, work.lower)
+    tiles = work.row_tiles * batch * heads
+    sizes = (seq_q, seq_k, heads, heads // kv_heads, work.upper, work.lower, tiles)
     with torch.cuda.device(q.device):
-        single_forward_kernel[(work.row_tiles * batch * heads,)](
+        single_forward_kernel[(programs or work.programs(tiles, _workers(q.device)),)](
             *(q_d, k_d, v_d, out_d, qx_d, kx_d, lse),
             *(lse if sinks is None else sinks.contiguous(), *numbers, *sizes),
             NC=tile.groups,
@@ -167,6 +170,7 @@ def single_forward(
             LEFT=work.left is not None,
             CAPPED=softcap > 0,
             SINKS=sinks is not None,
+            OWN_OUT=tile.has_own_out,
             REGISTERS=tile.registers,
             num_warps=4,
         )

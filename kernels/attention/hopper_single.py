@@ -1,8 +1,8 @@
-"""Attention forward for Hopper, in Gluon, one program per tile: windows, large and unequal heads.
+"""Attention forward for Hopper, in Gluon, without a list of tiles: windows, large and unequal heads.
 
-What `kernels.attention.hopper_forward` does not take. A program computes one row tile of one head
-and ends: nothing is carried from tile to tile, and where a block lies in the rings follows from its
-number alone. One warp loads by TMA; two or three warp groups of 64 query rows each keep their
+What `kernels.attention.hopper_forward` does not take. A program computes every gl.num_programs(0)-th
+row tile from its own on (often just that), and carries a single number from tile to tile, how many
+blocks came before: where a block lies in the rings follows from it. One warp loads by TMA; two or three warp groups of 64 query rows each keep their
 weights P in registers and compute the softmax of one key block while the tensor cores multiply the
 next. Row i sees the keys from i + lower (LEFT) to i + upper (RIGHT), as far as those bounds are
 there. Key blocks run from the last visible one down; those that a group sees whole are not masked.
@@ -13,7 +13,9 @@ Heads of keys may be wider than those of values: D columns and EXTRA more are mu
 
 Barriers: K and V have separate full (one arrival and bytes) and free (one arrival per group) rings
 of STAGES blocks. The producer starts with phase 1, which a fresh barrier passes, the consumers with
-0. A group that does not need a block still waits for it and frees it.
+0. A group that does not need a block still waits for it and frees it. Queries are freed after their
+last product where the output has its own buffer (OWN_OUT), else with the output, which takes their
+place.
 """
 
 # ruff: noqa: N803, RUF059 (compile-time arguments are upper case, and tuples of arguments are
@@ -38,12 +40,28 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _own_tile(sizes, NC: gl.constexpr, BM: gl.constexpr):
-    """Return batch, head and first row of this program; late rows first: causal, they see most."""
-    seq_q, seq_k, heads, group, upper, lower = sizes
-    tiles = gl.cdiv(seq_q, NC * BM)
-    head = gl.program_id(0) // tiles
-    row = (tiles - 1 - gl.program_id(0) % tiles) * (NC * BM)
+def _hidden(x):
+    """Return x as a value that the compiler cannot see through, nor keep the consequences of."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _own_count(sizes):
+    """Return how many tiles this program computes: every gl.num_programs(0)-th from its own on."""
+    seq_q, seq_k, heads, group, upper, lower, tiles = sizes
+    return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _own_tile(i, sizes, NC: gl.constexpr, BM: gl.constexpr):
+    """Return batch, head and first row of this program's tile i; late rows first: they see most."""
+    seq_q, seq_k, heads, group, upper, lower, tiles = sizes
+    row_tiles = gl.cdiv(seq_q, NC * BM)
+    tile = gl.program_id(0) + i * gl.num_programs(0)
+    head = tile // row_tiles
+    row = (row_tiles - 1 - tile % row_tiles) * (NC * BM)
     return head // heads, head % heads, row
 
 
@@ -52,7 +70,7 @@ def _seen_blocks(
     first_row, end_row, sizes, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr
 ):
     """Return the first key block that rows see and the end of them: at least one, maybe unseen."""
-    seq_q, seq_k, heads, group, upper, lower = sizes
+    seq_q, seq_k, heads, group, upper, lower, tiles = sizes
     end = seq_k
     if RIGHT:
         end = gl.minimum(seq_k, end_row + upper)
@@ -72,7 +90,7 @@ def _whole_blocks(
 
     Without `first` or `end` - 1 where those are not whole; empty (both alike) if there are none.
     """
-    seq_q, seq_k, heads, group, upper, lower = sizes
+    seq_q, seq_k, heads, group, upper, lower, tiles = sizes
     stop = seq_k
     if RIGHT:
         stop = gl.minimum(seq_k, gl.maximum(row + upper + 1, 0))
@@ -86,58 +104,62 @@ def _whole_blocks(
 
 @gluon.jit
 def _produce(
-    descriptors, sizes, tiles, bars,
+    descriptors, sizes, buffers, bars,
     NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, EXTRA: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Load Q once and K, V block by block."""
-    seq_q, seq_k, heads, group, upper, lower = sizes
+    seq_q, seq_k, heads, group, upper, lower, tiles = sizes
     q_d, k_d, v_d, o_d, qx_d, kx_d = descriptors
-    q_s, k_s, v_s, qx_s, kx_s = tiles
-    q_full, k_full, k_free, v_full, v_free = bars
-    batch, head, tile_row = _own_tile(sizes, NC, BM)
-    first, end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
-    kv_head = head // group
+    q_s, k_s, v_s, qx_s, kx_s, o_s = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free = bars
     q_bytes: gl.constexpr = q_d.block_type.nbytes
     k_bytes: gl.constexpr = k_d.block_type.nbytes
     # Both are D + EXTRA columns wide, and D a power of two.
     q_all: gl.constexpr = q_bytes // D * (D + EXTRA)
     k_all: gl.constexpr = k_bytes // D * (D + EXTRA)
-    for j in range(end - first):
-        slot = j % STAGES
-        phase = (j // STAGES & 1) ^ 1
-        key = (end - 1 - j) * BN
-        mbarrier.wait(k_free.index(slot), phase)
-        mbarrier.expect(k_full.index(slot), k_all)
-        tma.async_copy_global_to_shared(
-            k_d, [batch, kv_head, key, 0], k_full.index(slot), k_s.index(slot)
-        )
-        if EXTRA > 0:
+    before = 0
+    for i in range(_own_count(sizes)):
+        batch, head, tile_row = _own_tile(i, sizes, NC, BM)
+        first, end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
+        kv_head = head // group
+        for j in range(before, before + end - first):
+            slot = j % STAGES
+            phase = (j // STAGES & 1) ^ 1
+            key = (end - 1 - (j - before)) * BN
+            mbarrier.wait(k_free.index(slot), phase)
+            mbarrier.expect(k_full.index(slot), k_all)
             tma.async_copy_global_to_shared(
-                kx_d, [batch, kv_head, key, D], k_full.index(slot), kx_s.index(slot)
+                k_d, [batch, kv_head, key, 0], k_full.index(slot), k_s.index(slot)
             )
-        if j == 0:
-            for c in gl.static_range(NC):
-                row = tile_row + c * BM
-                mbarrier.expect(q_full.index(c), q_all)
+            if EXTRA > 0:
                 tma.async_copy_global_to_shared(
-                    q_d, [batch, head, row, 0], q_full.index(c), q_s.index(c)
+                    kx_d, [batch, kv_head, key, D], k_full.index(slot), kx_s.index(slot)
                 )
-                if EXTRA > 0:
+            if j == before:
+                for c in gl.static_range(NC):
+                    row = tile_row + c * BM
+                    mbarrier.wait(q_free.index(c), (i & 1) ^ 1)
+                    mbarrier.expect(q_full.index(c), q_all)
                     tma.async_copy_global_to_shared(
-                        qx_d, [batch, head, row, D], q_full.index(c), qx_s.index(c)
+                        q_d, [batch, head, row, 0], q_full.index(c), q_s.index(c)
                     )
-        mbarrier.wait(v_free.index(slot), phase)
-        mbarrier.expect(v_full.index(slot), v_d.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            v_d, [batch, kv_head, key, 0], v_full.index(slot), v_s.index(slot)
-        )
+                    if EXTRA > 0:
+                        tma.async_copy_global_to_shared(
+                            qx_d, [batch, head, row, D], q_full.index(c), qx_s.index(c)
+                        )
+            mbarrier.wait(v_free.index(slot), phase)
+            mbarrier.expect(v_full.index(slot), v_d.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_d, [batch, kv_head, key, 0], v_full.index(slot), v_s.index(slot)
+            )
+        before += end - first
 
 
 @gluon.jit
 def _pass_block(j, bars, STAGES: gl.constexpr):
     """Wait for a block that this group does not need, and free it."""
-    q_full, k_full, k_free, v_full, v_free = bars
+    q_full, q_free, k_full, k_free, v_full, v_free = bars
     slot = j % STAGES
     phase = j // STAGES & 1
     mbarrier.wait(k_full.index(slot), phase)
@@ -148,13 +170,13 @@ def _pass_block(j, bars, STAGES: gl.constexpr):
 
 @gluon.jit
 def _scores(
-    j, tiles, bars, zero,
+    j, buffers, bars, zero,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Wait for the keys of block j and start Q K^T."""
-    q_s, k_s, v_s, qx_s, kx_s = tiles
-    q_full, k_full, k_free, v_full, v_free = bars
+    q_s, k_s, v_s, qx_s, kx_s, o_s = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free = bars
     slot = j % STAGES
     mbarrier.wait(k_full.index(slot), j // STAGES & 1)
     q = q_s.index(C).reshape([BM, D])
@@ -169,11 +191,11 @@ def _scores(
 
 @gluon.jit
 def _weigh(
-    j, pb, acc, tiles, bars, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    j, pb, acc, buffers, bars, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Wait for the values of block j and start adding P V."""
-    q_s, k_s, v_s, qx_s, kx_s = tiles
-    q_full, k_full, k_free, v_full, v_free = bars
+    q_s, k_s, v_s, qx_s, kx_s, o_s = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free = bars
     slot = j % STAGES
     mbarrier.wait(v_full.index(slot), j // STAGES & 1)
     return warpgroup_mma(pb, v_s.index(slot).reshape([BN, D]), acc, is_async=True)
@@ -199,14 +221,10 @@ def _mask(
     BM: gl.constexpr, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Set the scores of invisible keys to -inf."""
-    seq_q, seq_k, heads, group, upper, lower = sizes
+    seq_q, seq_k, heads, group, upper, lower, tiles = sizes
     rows = row + gl.arange(0, BM, gl.SliceLayout(1, s.type.layout))
-    # A zero that the compiler cannot see through: were the mask known to be the same in every
-    # block, it would be kept in registers, and those spill.
-    first_key = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [first_key], dtype=gl.int32, is_pure=False, pack=1
-    )
-    keys = first_key + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
+    # Were the mask known to be the same in every block, it would be kept in registers, and spill.
+    keys = _hidden(first_key) + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
     end = rows * 0 + seq_k
     if RIGHT:
         end = gl.minimum(rows + upper + 1, seq_k)
@@ -236,16 +254,16 @@ def _lane_sum(p, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _attend_block(
-    j, key, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
+    j, key, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
     STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Multiply block j's keys and block j - 1's values; return the state after block j's softmax."""
-    q_full, k_full, k_free, v_full, v_free = bars
+    q_full, q_free, k_full, k_free, v_full, v_free = bars
     scale_log2, inner = factors
-    s_t = _scores(j, tiles, bars, zero, C, BM, BN, D, EXTRA, STAGES)
-    acc_t = _weigh(j - 1, pb, acc, tiles, bars, BN, D, STAGES)
+    s_t = _scores(j, buffers, bars, zero, C, BM, BN, D, EXTRA, STAGES)
+    acc_t = _weigh(j - 1, pb, acc, buffers, bars, BN, D, STAGES)
     s = warpgroup_mma_wait(1, deps=(s_t,))
     mbarrier.arrive(k_free.index(j % STAGES))
     s = _cap(s, factors, CAPPED)
@@ -278,32 +296,35 @@ def _with_sink(sink_ptr, m, total, head, SINKS: gl.constexpr):
 
 @gluon.jit
 def _store(
-    o_d, lse_ptr, sink_ptr, m, sums, acc, batch, head, row, sizes, o_s,
-    BM: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr,
+    o_d, lse_ptr, sink_ptr, m, sums, acc, i, sizes, o_s,
+    C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Divide the output by the row sums and store it, with the logsumexp (-inf without a key)."""
-    seq_q, seq_k, heads, group, upper, lower = sizes
+    seq_q, seq_k, heads, group, upper, lower, tiles = sizes
+    # Found again, not kept in registers.
+    batch, head, tile_row = _own_tile(_hidden(i), sizes, NC, BM)
+    row = tile_row + C * BM
     total = gl.convert_layout(gl.sum(sums, 1), m.type.layout)
     m, total, kept = _with_sink(sink_ptr, m, total, head, SINKS)
     acc = acc * gl.convert_layout(kept, gl.SliceLayout(1, acc.type.layout))[:, None]
-    # The group's queries are not needed any more: the output takes their place.
+    tma.store_wait(0)
     o_s.reshape([BM, D]).store(acc.to(o_d.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(o_d, [batch, head, row, 0], o_s)
     rows = row + gl.arange(0, BM, m.type.layout)
     first = (batch.to(gl.int64) * heads + head) * seq_q
     gl.store(lse_ptr + first + rows, (m + gl.log2(total)) * LN_2, mask=rows < seq_q)
-    tma.store_wait(0)
 
 
 @gluon.jit
 def _consume(
-    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
+    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     EXTRA: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
     CAPPED: gl.constexpr, SINKS: gl.constexpr,
+    OWN_OUT: gl.constexpr,
 ):  # fmt: skip
-    """Attend the BM query rows of group C."""
+    """Attend the BM query rows of group C in each tile of this program."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
@@ -312,67 +333,79 @@ def _consume(
     )
     p_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_l, k_width=2)
     q_d, k_d, v_d, o_d, qx_d, kx_d = descriptors
-    q_s, k_s, v_s, qx_s, kx_s = tiles
-    q_full, k_full, k_free, v_full, v_free = bars
+    q_s, k_s, v_s, qx_s, kx_s, o_s = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free = bars
     scale_log2, inner = factors
-    batch, head, tile_row = _own_tile(sizes, NC, BM)
-    row = tile_row + C * BM
-    tile_first, tile_end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
-    first, end = _seen_blocks(row, row + BM, sizes, BN, RIGHT, LEFT)
-    whole_first, whole_end = _whole_blocks(row, first, end, sizes, BM, BN, RIGHT, LEFT)
-    # Blocks by their order: j = 0 is the tile's last, `start` this group's own last, then come those
-    # masked at its upper end, the whole ones, those masked at its lower end, and others' at `stop`.
-    last = tile_end - 1
-    start = tile_end - end
-    stop = tile_end - first
-    whole_start = gl.maximum(tile_end - whole_end, start + 1)
-    whole_stop = gl.maximum(tile_end - whole_first, whole_start)
-    for j in range(start):
-        _pass_block(j, bars, STAGES)
     zero = gl.zeros([BM, BN], gl.float32, s_l)
-    mbarrier.wait(q_full.index(C), 0)
-    s_t = _scores(start, tiles, bars, zero, C, BM, BN, D, EXTRA, STAGES)
-    s = warpgroup_mma_wait(0, deps=(s_t,))
-    mbarrier.arrive(k_free.index(start % STAGES))
-    s = _cap(s, factors, CAPPED)
-    s = _mask(s, row, (last - start) * BN, sizes, BM, BN, RIGHT, LEFT)
-    m = gl.max(s, 1) * scale_log2
-    p = gl.exp2(s * scale_log2 - _anchor(m, True)[:, None])
-    sums = _lane_sum(p, BM, BN)
-    pb = gl.convert_layout(p.to(o_d.dtype), p_l)
-    acc = gl.zeros([BM, D], gl.float32, o_l)
-    for j in range(start + 1, whole_start):
-        m, sums, acc, pb = _attend_block(
-            j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
-            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
+    before = 0
+    for i in range(_own_count(sizes)):
+        batch, head, tile_row = _own_tile(i, sizes, NC, BM)
+        row = tile_row + C * BM
+        tile_first, tile_end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
+        first, end = _seen_blocks(row, row + BM, sizes, BN, RIGHT, LEFT)
+        whole_first, whole_end = _whole_blocks(row, first, end, sizes, BM, BN, RIGHT, LEFT)
+        # Blocks by their order since the program began: `before` is the tile's last, `start` this
+        # group's own last, then come those masked at its upper end, the whole ones, those masked at
+        # its lower end, and from `stop` on others'.
+        last = before + tile_end - 1
+        start = before + tile_end - end
+        stop = before + tile_end - first
+        whole_start = gl.maximum(before + tile_end - whole_end, start + 1)
+        whole_stop = gl.maximum(before + tile_end - whole_first, whole_start)
+        for j in range(before, start):
+            _pass_block(j, bars, STAGES)
+        mbarrier.wait(q_full.index(C), i & 1)
+        s_t = _scores(start, buffers, bars, zero, C, BM, BN, D, EXTRA, STAGES)
+        s = warpgroup_mma_wait(0, deps=(s_t,))
+        mbarrier.arrive(k_free.index(start % STAGES))
+        s = _cap(s, factors, CAPPED)
+        s = _mask(s, row, (last - start) * BN, sizes, BM, BN, RIGHT, LEFT)
+        m = gl.max(s, 1) * scale_log2
+        p = gl.exp2(s * scale_log2 - _anchor(m, True)[:, None])
+        sums = _lane_sum(p, BM, BN)
+        pb = gl.convert_layout(p.to(o_d.dtype), p_l)
+        acc = gl.zeros([BM, D], gl.float32, o_l)
+        for j in range(start + 1, whole_start):
+            m, sums, acc, pb = _attend_block(
+                j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
+                C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
+            )  # fmt: skip
+        for j in range(whole_start, whole_stop):
+            m, sums, acc, pb = _attend_block(
+                j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
+                C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, False,
+            )  # fmt: skip
+        for j in range(whole_stop, stop):
+            m, sums, acc, pb = _attend_block(
+                j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
+                C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
+            )  # fmt: skip
+        if OWN_OUT:
+            mbarrier.arrive(q_free.index(C))
+        acc_t = _weigh(stop - 1, pb, acc, buffers, bars, BN, D, STAGES)
+        acc = warpgroup_mma_wait(0, deps=(acc_t,))
+        mbarrier.arrive(v_free.index((stop - 1) % STAGES))
+        before += tile_end - tile_first
+        for j in range(stop, before):
+            _pass_block(j, bars, STAGES)
+        _store(
+            o_d, lse_ptr, sink_ptr, m, sums, acc, i, sizes,
+            o_s.index(C) if OWN_OUT else q_s.index(C), C, NC, BM, D, SINKS,
         )  # fmt: skip
-    for j in range(whole_start, whole_stop):
-        m, sums, acc, pb = _attend_block(
-            j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
-            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, False,
-        )  # fmt: skip
-    for j in range(whole_stop, stop):
-        m, sums, acc, pb = _attend_block(
-            j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, tiles, bars,
-            C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
-        )  # fmt: skip
-    acc_t = _weigh(stop - 1, pb, acc, tiles, bars, BN, D, STAGES)
-    acc = warpgroup_mma_wait(0, deps=(acc_t,))
-    mbarrier.arrive(v_free.index((stop - 1) % STAGES))
-    for j in range(stop, tile_end - tile_first):
-        _pass_block(j, bars, STAGES)
-    _store(
-        o_d, lse_ptr, sink_ptr, m, sums, acc, batch, head, row, sizes, q_s.index(C), BM, D, SINKS
-    )
+        if not OWN_OUT:
+            # The output has taken the queries' place.
+            tma.store_wait(0)
+            mbarrier.arrive(q_free.index(C))
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["seq_q", "seq_k", "heads", "group", "upper", "lower"])
+@gluon.jit(do_not_specialize=["seq_q", "seq_k", "heads", "group", "upper", "lower", "tiles"])
 def single_forward_kernel(
     q_d, k_d, v_d, o_d, qx_d, kx_d, lse_ptr, sink_ptr, scale_log2, inner,
-    seq_q, seq_k, heads, group, upper, lower,
+    seq_q, seq_k, heads, group, upper, lower, tiles,
     NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
     STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
-    SINKS: gl.constexpr, REGISTERS: gl.constexpr,
+    SINKS: gl.constexpr, OWN_OUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute one tile of out and lse: NC groups of BM query rows, BN keys per block.
 
@@ -380,22 +413,25 @@ def single_forward_kernel(
     without EXTRA and SINKS they are not read. With CAPPED, `inner` is scale / softcap and
     `scale_log2` softcap * log2(e), else the latter is scale * log2(e).
     """
-    sizes = (seq_q, seq_k, heads, group, upper, lower)
+    sizes = (seq_q, seq_k, heads, group, upper, lower, tiles)
     descriptors = (q_d, k_d, v_d, o_d, qx_d, kx_d)
     factors = (scale_log2, inner)
     dtype: gl.constexpr = q_d.dtype
     # Without EXTRA the smallest tile, which nothing touches.
     extra_rows: gl.constexpr = BM if EXTRA > 0 else 8
     extra_keys: gl.constexpr = BN if EXTRA > 0 else 8
+    out_rows: gl.constexpr = BM if OWN_OUT else 8
     extra_columns: gl.constexpr = EXTRA if EXTRA > 0 else D
-    tiles = (
+    buffers = (
         gl.allocate_shared_memory(dtype, [NC, 1, 1, BM, D], q_d.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_d.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_d.layout),
         gl.allocate_shared_memory(dtype, [NC, 1, 1, extra_rows, extra_columns], qx_d.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, extra_keys, extra_columns], kx_d.layout),
+        gl.allocate_shared_memory(dtype, [NC, 1, 1, out_rows, D], o_d.layout),
     )
     bars = (
+        barriers(NC, 1),
         barriers(NC, 1),
         barriers(STAGES, 1),
         barriers(STAGES, NC),
@@ -408,15 +444,15 @@ def single_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
-                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
-                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_produce, (
-                    descriptors, sizes, tiles, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
+                    descriptors, sizes, buffers, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
                 )),
             ],
             [4, 1],
@@ -426,19 +462,19 @@ def single_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
-                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
-                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, tiles, bars,
-                    2, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS,
+                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    2, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_produce, (
-                    descriptors, sizes, tiles, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
+                    descriptors, sizes, buffers, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
                 )),
             ],
             [4, 4, 1],

@@ -1,8 +1,9 @@
 """Who computes which tile in the Hopper forward, and which keys it visits. Pure, no GPU.
 
-The persistent kernel walks lists of tiles made here; the other runs one program per tile. A row tile is `groups` x GROUP_ROWS query rows of one head. Under a causal mask late tiles see more
-keys than early ones, so tiles are dealt out longest first, each to the worker that is free first.
-Heads are taken in sections whose keys and values fit the L2 cache together.
+A row tile is `groups` x GROUP_ROWS query rows of one head. The persistent kernel walks lists of
+tiles made here: under a causal mask late tiles see more keys than early ones, so tiles are dealt out
+longest first, each to the worker that is free first, and heads are taken in sections whose keys and
+values fit the L2 cache together. The other kernel needs no list.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def forward_masking(work: ForwardWork) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SingleTile:
-    """Form of the kernel that runs one program per tile: windows, large and unequal heads.
+    """Form of the kernel without a list of tiles: windows, large and unequal heads.
 
     `columns` of values and outputs, and `extra` more of queries and keys; warp groups of 64 query
     rows, registers of their threads, keys of a block, and blocks of keys and of values in the rings.
@@ -166,6 +167,11 @@ class SingleTile:
     def rows(self) -> int:
         """Query rows of one tile."""
         return self.groups * GROUP_ROWS
+
+    @property
+    def has_own_out(self) -> bool:
+        """Whether shared memory has room for the output beside the queries, whose place it takes else."""
+        return self.columns <= 128 and not self.extra
 
 
 # By the largest head size of queries and keys, and of values; checked like FORWARD_TILES.
@@ -223,6 +229,15 @@ class SingleWork:
     def row_tiles(self) -> int:
         """Row tiles of one head."""
         return -(-self.seq_q // self.tile.rows)
+
+    def programs(self, tiles: int, workers: int) -> int:
+        """Return how many programs share `tiles`: one for each worker, or one for each tile.
+
+        A worker takes every `workers`-th tile and loads the next while it ends one, which pays where
+        tiles are alike: not without a left bound under a right one, as causal tiles are.
+        """
+        alike = self.right is None or self.left is not None
+        return min(workers, tiles) if alike and self.tile.has_own_out else tiles
 
     def seen_blocks(self, first_row: int, end_row: int) -> range:
         """Return the key blocks that a run of rows visits: at least one, masked if none is seen."""

@@ -2,7 +2,7 @@
 
 Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request:
 head_dim:dtype:causal:masking of the persistent kernel, or single:head_dim:value_head_dim:dtype:right:left
-of the one that runs a program per tile.
+of the one without a list of tiles.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def descriptor(rows: int, columns: int, dtype: str) -> str:
 
 
 def single_source_of(request: str) -> GluonASTSource:
-    """Return the kernel of one program per tile with the types that a launch gives it."""
+    """Return the kernel without a list with the types that a launch gives it."""
     head_dim, value_head_dim, dtype, right, left = request.split(":")
     tile = single_tile(int(head_dim), int(value_head_dim))
     constants: dict[str, Any] = {
@@ -50,6 +50,7 @@ def single_source_of(request: str) -> GluonASTSource:
         "LEFT": left == "1",
         "CAPPED": False,
         "SINKS": False,
+        "OWN_OUT": tile.has_own_out,
         "REGISTERS": tile.registers,
     }
     names = single_forward_kernel.arg_names

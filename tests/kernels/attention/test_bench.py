@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from kernels.attention import bench
+from kernels.attention import bench, bench_heads
 from kernels.attention.dispatch import Direction
 
 CASE = bench.Case(head_dim=128, heads=16, kv_heads=16, causal=False, seq=8192)
@@ -39,6 +39,14 @@ def test_rates_and_ratio_by_hand() -> None:
 
 def test_geometric_mean_by_hand() -> None:
     assert bench.geometric_mean([0.5, 2.0, 1.0]) == pytest.approx(1.0)
+
+
+def test_large_and_unequal_heads_by_hand() -> None:
+    cases = list(bench_heads.cases())
+    assert len(cases) == len(set(cases)) == 12
+    # B = 4, H = 16, S = 8192, D + V = 320: 2 * 4 * 16 * 8192^2 * 320 = 2.749e12, half if causal.
+    latent = bench_heads.Case(head_dim=192, value_head_dim=128, heads=16, causal=True, seq=8192)
+    assert latent in cases and latent.flops() == 1_374_389_534_720
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

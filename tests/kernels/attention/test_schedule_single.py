@@ -1,4 +1,4 @@
-"""Which blocks a program of the one-tile Hopper forward visits and which of them it masks."""
+"""Which blocks the Hopper forward without a list visits, which it masks, and who takes its tiles."""
 
 from __future__ import annotations
 
@@ -89,6 +89,29 @@ def test_tiles_hold_the_heads(sizes: tuple[int, int], columns: int, extra: int, 
     rows_bytes = 2 * tile.rows * (columns + extra)
     ring_bytes = 2 * 2 * keys * (2 * columns + extra)
     assert rows_bytes + ring_bytes <= 227 * 1024 - 1024
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bounds", "programs"),
+    [
+        # Alike tiles are shared by 132 workers, if there are as many.
+        ((128, 128), (4095, 0), 132),
+        ((64, 64), (40, 50), 132),
+        ((64, 128), (None, None), 132),
+        # Causal ones differ, and large heads leave no room for an output beside the next queries.
+        ((64, 128), (None, 0), 4096),
+        ((192, 128), (4095, 0), 4096),
+        ((256, 256), (None, None), 4096),
+    ],
+)
+def test_programs_by_hand(
+    sizes: tuple[int, int], bounds: tuple[int | None, int | None], programs: int
+) -> None:
+    left, right = bounds
+    tile = single_tile(*sizes)
+    work = SingleWork(seq_q=8192, seq_k=8192, left=left, right=right, tile=tile)
+    assert work.programs(4096, workers=132) == programs
+    assert work.programs(7, workers=132) == 7
 
 
 def test_what_the_persistent_kernel_takes() -> None:
