@@ -7,6 +7,7 @@ it: nothing is unpickled. It is written as .step-00000010.partial and renamed wh
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ from planner.units import format_bytes
 
 SCHEMA = 1
 DESCRIPTION_FILE = "checkpoint.json"
+_LOCK_FILE = "being-written"
 
 
 class CheckpointError(Exception):
@@ -158,16 +160,32 @@ def check_step_is_free(directory: Path, step: int) -> Path:
     return final
 
 
-def begin_step(directory: Path, step: int, needed_bytes: int) -> Path:
-    """Make an empty directory for a step that is about to be written, and return it.
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step being written; rank 0 holds `lock`, a descriptor of its own, until the end."""
+
+    partial: Path
+    lock: int
+
+    def remove(self) -> None:
+        """Remove what was written of a step that failed."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def end(self) -> None:
+        """Let go of the lock."""
+        os.close(self.lock)
+
+
+def begin_step(directory: Path, step: int, needed_bytes: int) -> BegunStep:
+    """Make an empty directory for a step that is about to be written.
 
     What interrupted saves left is removed first. Raises CheckpointError where the step is there
-    already or the disk has no room.
+    already, another run is saving to `directory`, or the disk has no room.
     """
     final = check_step_is_free(directory, step)
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in _partial_directories(directory):
-        shutil.rmtree(leftover)
+        _remove_leftover(leftover)
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:
         raise CheckpointError(
@@ -177,7 +195,36 @@ def begin_step(directory: Path, step: int, needed_bytes: int) -> Path:
         )
     partial = directory / f".{final.name}.partial"
     partial.mkdir()
-    return partial
+    lock = os.open(partial / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    _take(lock)
+    return BegunStep(partial, lock)
+
+
+def _remove_leftover(partial: Path) -> None:
+    """Remove a half-written step; raises CheckpointError where a living process writes it."""
+    if (partial / _LOCK_FILE).exists():
+        lock = os.open(partial / _LOCK_FILE, os.O_RDWR)
+        try:
+            is_free = _take(lock)
+        finally:
+            os.close(lock)
+        if not is_free:
+            raise CheckpointError(
+                f"another run is saving to {partial} now: wait until it has, or save to another "
+                "directory"
+            )
+    shutil.rmtree(partial)
+
+
+def _take(lock: int) -> bool:
+    """Return False where another process holds a lock; a disk that knows no locks says nothing."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def commit_step(partial: Path, description: Description) -> Path:
@@ -194,6 +241,8 @@ def commit_step(partial: Path, description: Description) -> Path:
         os.fsync(file.fileno())
     _flush_directory(partial)
     final = partial.rename(_step_directory(partial.parent, description.step))
+    # Only now: without it another run would take the step for one that was left.
+    (final / _LOCK_FILE).unlink(missing_ok=True)
     _flush_directory(final.parent)
     return final
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from shutil import rmtree
 from typing import TypeVar
 
 import torch
@@ -64,16 +63,20 @@ def save_checkpoint(
         pieces |= _pieces(group, optimizer, states, _own_range(group))
         scalars |= _scalars(group, optimizer, states)
     needed_bytes = sum(prod(p.shape) * p.values.element_size() for p in pieces.values())
-    partial = _on_first_rank(engine, lambda: begin_step(directory, step, needed_bytes))
+    begun = _on_first_rank(engine, lambda: begin_step(directory, step, needed_bytes))
+    is_first = engine.collectives.rank == 0
     try:
-        tensors = _write(engine, partial, pieces)
+        tensors = _write(engine, begun.partial, pieces)
         return _on_first_rank(
-            engine, lambda: _commit(engine, partial, step, tensors, scalars, keep)
+            engine, lambda: _commit(engine, begun.partial, step, tensors, scalars, keep)
         )
     except CheckpointError:
-        if engine.collectives.rank == 0:
-            rmtree(partial, ignore_errors=True)
+        if is_first:
+            begun.remove()
         raise
+    finally:
+        if is_first:
+            begun.end()
 
 
 def load_checkpoint(engine: ZeroEngine, path: Path) -> int:

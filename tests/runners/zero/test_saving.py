@@ -201,6 +201,33 @@ def _save_and_die(directory: Path) -> None:
     save_checkpoint(training.engine, directory, step=6)
 
 
+def test_two_runs_do_not_save_to_one_directory_at_once(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock is of the file's opening: a second one in this process is as another process's."""
+    commit, met = saving._commit, []
+
+    def meanwhile(*arguments: Any) -> Path:
+        with pytest.raises(
+            CheckpointError, match=r"another run is saving to .*: wait until it has"
+        ):
+            checkpoint_files.begin_step(saved, 8, 0)
+        met.append(arguments)
+        return commit(*arguments)
+
+    monkeypatch.setattr(saving, "_commit", meanwhile)
+    training = begin()
+    load_checkpoint(training.engine, saved)
+    final = save_checkpoint(training.engine, saved, step=6)
+    assert len(met) == 1
+    assert sorted(p.name for p in final.iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "checkpoint.json",
+    ]
+    assert load_checkpoint(begin().engine, saved) == 6
+
+
 def test_a_write_that_fails_says_so_and_leaves_nothing_behind(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
