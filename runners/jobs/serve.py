@@ -98,11 +98,22 @@ def _request(
 
 
 def _warm_up(decoder: Decoder, cache: PagedCache, run: ServeRun, requests: list[Request]) -> None:
-    """Compile what a prefill of one and of several chunks runs, and capture every graph."""
+    """Compile what prefills run, of one and of several chunks and odd lengths; capture every graph."""
     longest = max(requests, key=lambda one: len(one.prompt)).prompt
-    engine = Engine(decoder, cache, chunk_tokens=run.chunk_tokens)
-    engine.submit(Request(longest, 1))
-    engine.submit(Request(longest[: run.chunk_tokens // 2 + 1], min(2, run.capacity - 1)))
+    chunk = run.chunk_tokens
+    lengths = (
+        len(longest),
+        2 * chunk,
+        chunk + 16,
+        chunk + 17,
+        chunk,
+        chunk // 32 * 16,
+        chunk // 2 + 1,
+    )
+    engine = Engine(decoder, cache, chunk_tokens=chunk)
+    for length in lengths:
+        if 1 <= length <= len(longest):
+            engine.submit(Request(longest[:length], min(2, run.capacity - length)))
     while not engine.is_idle:
         engine.step()
     decoder.capture_all()

@@ -19,7 +19,6 @@ from kernels.attention import masks
 from kernels.attention.triton import flash_attention
 from kernels.decode.append import append_to_cache
 from kernels.decode.reference import reference_append, reference_decode
-from kernels.decode.splits import MAX_ROWS
 from kernels.decode.triton import decode_attention
 from planner.decode_run import AttentionBackend
 from runners.serving.caches import Cache, LayerView
@@ -107,8 +106,7 @@ def _attend(
 ) -> Tensor:
     if step.past == 0:
         return _prefill(step.backend, query, *fresh, view.window, scale)
-    group = query.shape[1] // view.k.shape[1]
-    if step.past is None or query.shape[2] * group <= MAX_ROWS:
+    if step.past is None or query.shape[2] == 1:
         decode = decode_attention if step.backend is AttentionBackend.PEAKMARK else _plain_decode
         options: dict[str, Any] = {
             "block_table": view.block_table, "k_scale": view.k_scale, "v_scale": view.v_scale,
