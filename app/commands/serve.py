@@ -1,0 +1,141 @@
+"""`peakmark serve`: replay a trace of requests over the serving engine here."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from app.commands.decode import world_of
+from app.commands.output import (
+    InputError,
+    JsonFlag,
+    make_table,
+    print_json,
+    print_line,
+    print_table,
+)
+from app.commands.store import opened_database
+
+if TYPE_CHECKING:
+    from db.views import RunDetail
+
+
+def serve_command(
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="Model: hub id or short name; llama-3.2-1b if left out.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A Hugging Face config.json, instead of --model.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A JSON list of requests, instead of the next five.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of a Poisson process.")] = 32,
+    rate: Annotated[float, typer.Option(help="Its arrivals per second.")] = 8.0,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Fewest,most tokens of a prompt.")
+    ] = "100,1000",
+    new_tokens: Annotated[str, typer.Option(help="Fewest,most tokens of an answer.")] = "20,100",
+    seed: Annotated[int, typer.Option(help="What the process and its lengths are drawn from.")] = 0,
+    rows: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
+    pages: Annotated[int, typer.Option(help="Pages of the cache.")] = 1024,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page: 16 to 256.")] = 64,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a prompt run in one step.")] = 512,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; fp32 on a CPU.")] = None,
+    cache_dtype: Annotated[
+        str, typer.Option(help="model (as the weights), fp8 or int8.")
+    ] = "model",
+    attention: Annotated[
+        str | None, typer.Option(help="peakmark (needs a GPU) or torch; by the device if left out.")
+    ] = None,
+    world: Annotated[
+        str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
+    ] = 1800.0,
+    json: JsonFlag = False,
+) -> None:
+    """Serve requests that arrive over time, with random weights, by continuous batching.
+
+    Exit code 0 when the run is done, else 1.
+    """
+    from app.commands.options import model_part
+    from app.commands.prove import Watch
+    from db.repository import create_run
+    from planner.serve_run import parse_serve
+
+    if model is not None and config is not None:
+        sentence = "--model and --config both name a model: give one of them."
+        raise InputError("config", str(config), "without --model", sentence)
+    chosen = world_of(world)
+    poisson = {
+        "requests": requests,
+        "rate_per_s": rate,
+        "prompt_tokens": _pair("prompt_tokens", prompt_tokens),
+        "new_tokens": _pair("new_tokens", new_tokens),
+        "seed": seed,
+    }
+    asked = {
+        "model": model_part({"model": model or "llama-3.2-1b", "config": config}),
+        "trace": poisson if trace is None else _trace_file(trace),
+        "dtype": dtype or ("fp32" if chosen == "cpu" else "bf16"),
+        "attention": attention or ("torch" if chosen == "cpu" else "peakmark"),
+        "cache_dtype": cache_dtype,
+    } | {"rows": rows, "pages": pages, "page_size": page_size, "chunk_tokens": chunk_tokens}
+    run, _ = parse_serve(asked)
+    spec = {"schema": 1, "kind": "serve", "world": chosen, "serve": run.to_dict()}
+    spec["deadline_s"] = deadline
+    with opened_database() as database:
+        key = uuid.uuid4().hex
+        run_id = create_run(database, spec, None, None, idempotency_key=key, who="command line")
+        detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
+    report(detail, as_json=json)
+    if detail.summary.state.value != "done":
+        raise typer.Exit(1)
+
+
+def _pair(name: str, text: str) -> list[int]:
+    try:
+        low, high = (int(part) for part in text.split(","))
+    except ValueError:
+        option = f"--{name.replace('_', '-')}"
+        sentence = f"{option} is {text[:40]!r}: it must be two numbers, as in 100,1000."
+        raise InputError(name, text, "two numbers, as in 100,1000", sentence) from None
+    return [low, high]
+
+
+def _trace_file(path: Path) -> Any:
+    import json
+
+    try:
+        return json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        sentence = f"--trace {path} cannot be read as JSON: {type(error).__name__}."
+        raise InputError("trace", str(path), "a JSON file", sentence) from None
+
+
+def report(detail: RunDetail, *, as_json: bool) -> None:
+    """Print how the run ended, and its requests' latencies."""
+    if as_json:
+        print_json({"schema": 1, **detail.to_dict()})
+        return
+    summary = detail.summary
+    print_line(f"Run {summary.id}: {summary.state.value} in world {summary.world.value}")
+    if summary.why:
+        print_line(summary.why)
+    print_serving(detail.measured or {})
+
+
+def print_serving(measured: Any) -> None:
+    """Print a serving run's figures; nothing for one that measured none."""
+    from planner.serve_run import SERVE_COLUMNS, serve_cells, serve_headline
+
+    if "latency" not in measured:
+        return
+    cells = serve_cells(measured)
+    print_table(make_table(serve_headline(measured), SERVE_COLUMNS[:1], SERVE_COLUMNS[1:], cells))
