@@ -6,27 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
 import streamlit as st
 
 from app import services
-from app.proof import HOST_SHARE
-from db import repository
+from app.attention_job import queue
 from db.database import display_name, resolve_url
 from db.measurements import measurements
 from db.recorded import RECORDED_DIRECTORY
 from db.types import Origin, RunKind
 from planner.attention.answer import WORDS, AttentionAnswer
 from planner.attention.measured import Seen, best_of, seen_in_benches, seen_in_row
-from planner.attention.memory import input_bytes
 from planner.attention.problem import EXACT_VARIANTS, AttentionProblem, Variant
 from planner.units import format_bytes
 
 MEASURED_TTL_S = 20
 BENCHES = RECORDED_DIRECTORY / "kernels"
-# What runs without a GPU; the others are kernels for one.
-CPU_VARIANTS = (Variant.EAGER, Variant.SDPA)
-_REFERENCE_SCORE_BYTES = 40
 
 
 def seen_of(problem: AttentionProblem) -> list[Seen]:
@@ -66,6 +60,23 @@ def on_gpus(seen: Sequence[Seen]) -> list[Seen]:
 def at_problem(problem: AttentionProblem, seen: Sequence[Seen]) -> dict[Variant, Seen]:
     """Return the best measurement of each variant at exactly `problem`."""
     return best_of([one for one in seen if one.is_of(problem)])
+
+
+def at_lengths(problem: AttentionProblem, seen: Sequence[Seen]) -> list[Seen]:
+    """Return the best measurement of each variant at every length of `problem`."""
+    alike = [one for one in seen if one.is_of(problem, any_length=True)]
+    lengths = sorted({one.problem.sequence_length for one in alike})
+    return [
+        best
+        for length in lengths
+        for best in best_of([s for s in alike if s.problem.sequence_length == length]).values()
+    ]
+
+
+def at_any_batch(problem: AttentionProblem, seen: Sequence[Seen]) -> dict[Variant, Seen]:
+    """Return the best measurement of each variant at `problem`, else at another batch of it."""
+    alike = best_of([one for one in seen if one.is_of(problem, any_batch=True)])
+    return {**alike, **at_problem(problem, seen)}
 
 
 def variant_name(variant: str) -> str:
@@ -160,50 +171,6 @@ def _eager_sentence(found: AttentionAnswer, longest: int | None, peak_bytes: int
     return f"{text}; on {found.gpu.name} it does not fit beyond **{longest:,} tokens**."
 
 
-def attention_spec(
-    problem: AttentionProblem, variants: Sequence[Variant], world: str
-) -> dict[str, Any]:
-    """Return the job spec that measures variants of a problem (schema of the runners)."""
-    given = {**problem.to_dict(), "kernels": [str(variant) for variant in variants]}
-    return {
-        "schema": 1,
-        "kind": RunKind.ATTENTION.value,
-        "world": world,
-        "attention": given,
-        "deadline_s": 900.0,
-    }
-
-
 def submit(found: AttentionAnswer, world: str, *, key: str) -> str:
     """Queue the run of an answer's variants; the same key never queues twice. Returns the run id."""
-    return repository.create_run(
-        services.database(),
-        attention_spec(found.problem, runnable(found, world), world),
-        prediction=found.to_dict(),
-        idempotency_key=key,
-        who="page",
-    )
-
-
-def runnable(found: AttentionAnswer, world: str) -> list[Variant]:
-    """Return the variants of an answer that can run in a world."""
-    return [one.variant for one in found.variants if world != "cpu" or one.variant in CPU_VARIANTS]
-
-
-def too_big_for_host(found: AttentionAnswer) -> str | None:
-    """Return why a run on the CPU would not fit this host; None when it would."""
-    problem, s = found.problem, float(found.problem.sequence_length)
-    held = max(
-        (one.backward_peak_bytes for one in found.variants if one.variant in CPU_VARIANTS),
-        default=0,
-    )
-    # The float64 reference keeps about five matrices of scores of one row.
-    reference = _REFERENCE_SCORE_BYTES * problem.heads * s * s
-    needed = float(input_bytes(problem, s)) + max(held, reference)
-    free = psutil.virtual_memory().available * HOST_SHARE
-    if needed <= free:
-        return None
-    return (
-        f"On the CPU this shape needs about {format_bytes(needed)} and this host can give "
-        f"{format_bytes(free)}: choose a shorter sequence or fewer heads."
-    )
+    return queue(services.database(), found, world, key=key, who="page")

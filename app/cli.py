@@ -8,6 +8,7 @@ import typer
 
 from app.commands import (
     accuracy,
+    attention,
     calibrate,
     decode,
     doctor,
@@ -15,6 +16,7 @@ from app.commands import (
     plan,
     prove,
     runs,
+    serve,
     sweep,
     trace,
     worker,
@@ -33,7 +35,9 @@ app.command("sweep")(sweep.sweep_command)
 app.command("trace")(trace.trace_command)
 app.command("prove")(prove.prove_command)
 app.command("calibrate")(calibrate.calibrate_command)
+app.command("attention")(attention.attention_command)
 app.command("decode")(decode.decode_command)
+app.command("serve")(serve.serve_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
 app.command("accuracy")(accuracy.accuracy_command)

@@ -65,7 +65,10 @@ def bars_figure(rows: Sequence[Row], show: Show, axis: str) -> go.Figure:
     _legend(figure, rows)
     _group_lines(figure, rows, places)
     values = [v for row in rows for v in (row["predicted"], row.get("measured")) if v]
-    figure.update_xaxes(type="log", title=axis, range=_log_range(values), exponentformat="SI")
+    # Every bar says its value; ticks of a logarithmic axis say little more.
+    figure.update_xaxes(
+        type="log", title=axis, range=_log_range(values), showticklabels=False, showgrid=False
+    )
     figure.update_yaxes(
         tickvals=places,
         ticktext=[name_of(row["variant"]) for row in rows],
@@ -203,19 +206,28 @@ def memory_curves_figure(
         _measured_point(
             figure, row, row["device_bytes"] / divisor, size_text(row["device_bytes"], unit)
         )
-    red = VERDICT_COLOURS["does_not_fit"]
-    figure.add_hline(
-        y=capacity_bytes / divisor,
-        line_dash="dash",
-        line_color=red,
-        annotation_text=f"capacity {size_text(capacity_bytes, unit)}",
-        annotation_position="top left",
-    )
+    _capacity_line(figure, curves, capacity_bytes / divisor, size_text(capacity_bytes, unit))
     if longest and "eager" in curves:
         _mark_end(figure, longest, capacity_bytes / divisor)
-    figure.update_yaxes(type="log", title=f"{name} on the GPU", exponentformat="none")
+    figure.update_yaxes(type="log", title=f"{name} on the GPU", dtick=1, exponentformat="none")
     _length_axis(figure, curves)
     return figure
+
+
+def _capacity_line(
+    figure: go.Figure, curves: Mapping[str, Sequence[Row]], height: float, text: str
+) -> None:
+    lengths = [point["sequence_length"] for points in curves.values() for point in points]
+    if not lengths:
+        return
+    figure.add_scatter(
+        name=f"capacity {text}",
+        x=[min(lengths), max(lengths)],
+        y=[height, height],
+        mode="lines",
+        line={"color": VERDICT_COLOURS["does_not_fit"], "dash": "dash", "width": 2},
+        hovertemplate=f"capacity {text}<extra></extra>",
+    )
 
 
 def _mark_end(figure: go.Figure, longest: int, height: float) -> None:
@@ -257,7 +269,7 @@ def time_curves_figure(
             )
     for row in measured:
         _measured_point(figure, row, row["time_s"] * 1e3, format_seconds(row["time_s"]))
-    figure.update_yaxes(type="log", title=f"{direction}, ms", exponentformat="none")
+    figure.update_yaxes(type="log", title=f"{direction}, ms", dtick=1, exponentformat="none")
     _length_axis(figure, curves)
     return figure
 
@@ -316,8 +328,10 @@ def roofline_figure(
         _roof(figure, roof, intensities)
     for point in points:
         _roofline_point(figure, point)
-    figure.update_xaxes(type="log", title="FLOPs per byte of HBM traffic", exponentformat="none")
-    figure.update_yaxes(type="log", title="TFLOP/s", exponentformat="none")
+    figure.update_xaxes(
+        type="log", title="FLOPs per byte of HBM traffic", dtick=1, exponentformat="none"
+    )
+    figure.update_yaxes(type="log", title="TFLOP/s", dtick=1, exponentformat="none")
     return figure
 
 

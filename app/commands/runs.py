@@ -93,9 +93,11 @@ def run_document(database: Database, run_id: str) -> dict[str, Any]:
 @app.command("show")
 def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     """Show one run: what was asked, what happened, predicted and measured."""
+    from app.commands.attention import print_attention
     from app.commands.calibrate import print_calibration
     from app.commands.comparison import print_comparison
     from app.commands.decode import print_decode
+    from app.commands.serve import print_serving
 
     with opened_database() as database:
         detail = require_run(database, run_id)
@@ -113,8 +115,12 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
         print_line(summary.why)
     if (detail.measured or {}).get("curves"):
         print_calibration(detail)
+    elif summary.kind.value == "attention":
+        print_attention(detail)
     elif summary.kind.value == "decode":
         print_decode(detail.spec, detail.measured or {})
+    elif summary.kind.value == "serve":
+        print_serving(detail.measured or {})
     elif detail.prediction and detail.measured:
         print_comparison(detail.prediction, detail.measured, summary.world.value)
     for line in saved_lines(detail.measured or {}):

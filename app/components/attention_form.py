@@ -43,7 +43,7 @@ def choose_problem(plan: Plan) -> AttentionProblem:
     Raises PlanError naming a field that cannot be.
     """
     own = problem_of_plan(plan)
-    with st.expander("Shape and patterns", expanded=True, icon=":material/tune:"):
+    with st.expander("Change shape and patterns", icon=":material/tune:"):
         with st.grid(5, min_column_width=WIDTH_PX):
             changes: dict[str, Any] = {
                 name: _number(name, label, own) for name, label in SHAPE.items()
@@ -55,7 +55,20 @@ def choose_problem(plan: Plan) -> AttentionProblem:
         at_length = problem_of_plan(plan, changes)
         with st.grid(4, min_column_width=WIDTH_PX):
             pattern = {name: _number(name, label, at_length) for name, label in PATTERN.items()}
-    return problem_of_plan(plan, {**changes, **pattern})
+    problem = problem_of_plan(plan, {**changes, **pattern})
+    st.markdown(problem_line(problem))
+    return problem
+
+
+def problem_line(problem: AttentionProblem) -> str:
+    """Return a problem in one line."""
+    heads = f"{problem.heads} query and {problem.kv_heads} key-value heads of {problem.head_dim}"
+    mask = "causal" if problem.causal else "full"
+    return (
+        f"**{problem.batch:,} × {problem.sequence_length:,} tokens** · {heads} · {mask} · "
+        f"{problem.dtype} · window {problem.window:,} · {problem.global_tokens:,} global · one in "
+        f"{problem.block_stride} blocks of {problem.block:,}"
+    )
 
 
 def _number(name: str, label: str, own: AttentionProblem) -> int:

@@ -7,6 +7,7 @@ import uuid
 import streamlit as st
 
 from app import attention_rows, services
+from app.attention_job import runnable, too_big_for_host
 from planner.attention.answer import AttentionAnswer
 
 LAST_RUN, RUN_KEY = "attention_last_run", "attention_run_key"
@@ -17,8 +18,8 @@ def show_run_box(found: AttentionAnswer) -> None:
     """Draw the button that measures the variants, and what a GPU would add where there is none."""
     has_gpu = bool(services.attached())
     world = "nccl" if has_gpu else "cpu"
-    variants = attention_rows.runnable(found, world)
-    reason = None if has_gpu else attention_rows.too_big_for_host(found)
+    variants = runnable(found, world)
+    reason = None if has_gpu else too_big_for_host(found)
     with st.container(border=True, key="attention_run"):
         with st.container(horizontal=True, vertical_alignment="center"):
             names = ", ".join(attention_rows.variant_name(variant) for variant in variants)

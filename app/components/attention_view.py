@@ -61,17 +61,17 @@ def _answer(found: AttentionAnswer, seen: Sequence[Seen]) -> None:
     with st.container(border=True, key="attention_findings"):
         for sentence in attention_rows.findings(found):
             st.markdown(sentence)
-    show_run_box(found)
     direction = st.segmented_control(
         "Direction", DIRECTIONS, default=DIRECTIONS[0], required=True, key="attention_direction"
     )
     _bars(found, best, direction)
+    show_run_box(found)
     _curves(found, measured, direction)
     _roofline(found, measured, direction)
     _errors(found, attention_rows.at_problem(found.problem, seen))
     st.markdown("### Variant by variant")
     lines = attention_rows.table_rows(found, best)
-    show_table([_in_unit(line) for line in lines], key="attention_table", title="Variants")
+    show_table([in_unit(line) for line in lines], key="attention_table", title="Variants")
 
 
 def place_of(seen: Seen) -> str:
@@ -190,7 +190,7 @@ def _out_of_memory(best: Best) -> str:
 def _curves(found: AttentionAnswer, seen: Sequence[Seen], direction: str) -> None:
     variants = [one.variant for one in found.variants]
     lines = curves(found.problem, variants, found.gpu)
-    own = [one for one in seen if one.is_of(found.problem, any_length=True)]
+    own = attention_rows.at_lengths(found.problem, seen)
     held = [
         {
             "variant": one.variant.value,
@@ -200,7 +200,7 @@ def _curves(found: AttentionAnswer, seen: Sequence[Seen], direction: str) -> Non
             "outcome": one.outcome,
         }
         for one in own
-        if one.backward_peak_requested_bytes is not None
+        if one.outcome.startswith("oom") or one.backward_peak_requested_bytes is not None
     ]
     times = [
         {
@@ -237,7 +237,12 @@ def _curves(found: AttentionAnswer, seen: Sequence[Seen], direction: str) -> Non
 
 
 def _device_bytes(seen: Seen, found: AttentionAnswer) -> float:
-    """Add to what was measured beside the inputs what the curve's prediction adds."""
+    """Add to what was measured beside the inputs what the curve's prediction adds.
+
+    What ran out of memory is drawn at the GPU's capacity.
+    """
+    if seen.outcome.startswith("oom"):
+        return float(found.gpu.visible_bytes)
     held = float(seen.backward_peak_requested_bytes or 0)
     length = float(seen.problem.sequence_length)
     return held + float(input_bytes(seen.problem, length)) + outside_bytes(found.gpu)
@@ -250,7 +255,10 @@ def _end_of_eager(longest: int | None, found: AttentionAnswer) -> str:
 
 
 def _roofline(found: AttentionAnswer, seen: Sequence[Seen], direction: str) -> None:
-    points = [_roofline_point(one, seen, found, direction) for one in found.variants]
+    measured = attention_rows.at_any_batch(found.problem, seen)
+    points = [
+        _roofline_point(one, measured.get(one.variant), found, direction) for one in found.variants
+    ]
     intensities = [point["intensity"] for point in points]
     span = (min(intensities) / 4, max(intensities) * 4)
     show_figure(
@@ -265,7 +273,7 @@ def _roofline(found: AttentionAnswer, seen: Sequence[Seen], direction: str) -> N
 
 
 def _roofline_point(
-    one: VariantAnswer, seen: Sequence[Seen], found: AttentionAnswer, direction: str
+    one: VariantAnswer, seen: Seen | None, found: AttentionAnswer, direction: str
 ) -> dict[str, Any]:
     done = getattr(one, direction)
     point: dict[str, Any] = {
@@ -274,21 +282,13 @@ def _roofline_point(
         "predicted_flop_s": done.flops / done.time_s,
         "measured_flop_s": None,
     }
-    key = f"{direction}_s"
-    timed = [
-        s
-        for s in seen
-        if s.variant is one.variant
-        and s.is_of(found.problem, any_batch=True)
-        and getattr(s, key) is not None
-    ]
-    if timed:
-        row = max(timed, key=lambda s: (s.problem.batch == found.problem.batch, s.here))
-        flops = done.flops * row.problem.batch / found.problem.batch
+    measured_s = None if seen is None else getattr(seen, f"{direction}_s")
+    if seen is not None and measured_s is not None:
+        flops = done.flops * seen.problem.batch / found.problem.batch
         point |= {
-            "measured_flop_s": flops / getattr(row, key),
-            "here": row.here,
-            "place": f"{place_of(row)}, batch {row.problem.batch}",
+            "measured_flop_s": flops / measured_s,
+            "here": seen.here,
+            "place": f"{place_of(seen)}, batch {seen.problem.batch}",
         }
     return point
 
@@ -355,7 +355,7 @@ def _rounding(seen: Seen | None) -> str:
     return f"; rounding {seen.error:.1e} against float64 ({place_of(seen)})"
 
 
-def _in_unit(line: Mapping[str, Any]) -> dict[str, Any]:
+def in_unit(line: Mapping[str, Any]) -> dict[str, Any]:
     """Write a line's bytes in the chosen unit, for people."""
     chosen = unit()
     shown: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import streamlit as st
 from app import services, state
 from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
+from app.components.attention_result import show_attention_result
 from app.components.calibration_view import show_calibration
 from app.components.comparison import comparison_rows, phase_rows
 from app.components.decode_view import show_decode
@@ -18,6 +19,7 @@ from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
 from app.components.problems import told_in_one_sentence
 from app.components.run_table import clock, duration, show_actions, state_badge
+from app.components.serve_view import show_serving
 from app.components.timeline_view import show_measured_timeline
 from app.components.verdict import sentence_in
 from app.run_logs import log_tail
@@ -150,8 +152,12 @@ def _result(run: Mapping[str, Any]) -> None:
         _show_error(run)
     if (run["measured"] or {}).get("curves"):
         show_calibration(run)
-    elif run["measured"] and str(run["summary"]["kind"]) == "decode":
+    elif run["spec"]["kind"] == "attention":
+        show_attention_result(run)
+    elif run["measured"] and run["spec"]["kind"] == "decode":
         show_decode(run)
+    elif run["measured"] and run["spec"]["kind"] == "serve":
+        show_serving(run)
     elif run["measured"]:
         for line in saved_lines(run["measured"]):
             st.text(line)

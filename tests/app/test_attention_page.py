@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import attention_rows
+from app import attention_job, attention_rows
 from app.components.problems import OUR_FAULT
 from db import repository
 from planner.attention.answer import answer
@@ -100,12 +100,12 @@ def test_what_the_host_cannot_hold_is_not_started(monkeypatch: pytest.MonkeyPatc
     class Memory:
         available = 2**30
 
-    monkeypatch.setattr(attention_rows.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(attention_job.psutil, "virtual_memory", Memory)
     found = answer(LLAMA, (Variant.EAGER,), H200)
-    reason = attention_rows.too_big_for_host(found)
+    reason = attention_job.too_big_for_host(found)
     assert reason is not None and "this host can give 819.20 MiB" in reason
     tiny = answer(replace(LLAMA, sequence_length=64), (Variant.EAGER,), H200)
-    assert attention_rows.too_big_for_host(tiny) is None
+    assert attention_job.too_big_for_host(tiny) is None
 
 
 def test_recorded_benchmarks_of_the_shape_are_found_at_any_batch() -> None:
@@ -127,3 +127,16 @@ def test_findings_compare_ours_with_eager_and_name_what_algorithms_give_up() -> 
     # 25,167,872 of 33,558,528 pairs.
     assert "window 75.0%" in algorithms
     assert attention_rows.findings(answer(LLAMA, (Variant.SDPA,), H200)) == []
+
+
+def test_a_recorded_run_shows_its_variants(opened: Opened) -> None:
+    app = opened()
+    rows = attention_rows._stored(attention_rows.services._database_url())
+    assert rows and not rows[0].here
+    app.query_params["row"] = rows[0].row
+    app.switch_page("app_pages/run.py").run()
+    assert not app.exception
+    assert not any(error.value == OUR_FAULT for error in app.error)
+    shown = table(app)
+    assert "sdpa" in list(shown["variant"])
+    assert shown["forward measured ms"].notna().any()

@@ -39,6 +39,7 @@ def pages(run_id: str | None) -> dict[str, str]:
         "ledger_serve": "/ledger?job=serve",
         "zero": "/zero",
         "zero_measured": "/zero?model=Qwen/Qwen2.5-0.5B&gpus=2",
+        "attention": "/attention?seq=8192",
         "runs": "/runs",
         "accuracy": "/accuracy",
         "hardware": "/hardware",

@@ -182,6 +182,10 @@ def test_bytes_count_a_tensor_for_each_kernel_that_touches_it() -> None:
     # bf16, causal: product 2, scale 4, mask 6, cast 6, softmax 8, cast back 6, read again 2.
     beside = 2 * (KEY + QUERY) + 2 * QUERY + 2 * QUERY
     assert moved(SMALL, Variant.EAGER, "forward") == 34 * SCORES + beside
+    # dP 2, P 2; cast 6, two kernels of softmax 24, cast back 6; scale 4; dS twice 4.
+    assert moved(SMALL, Variant.EAGER, "backward") == 48 * SCORES + 2 * 4 * QUERY + 2 * (
+        QUERY + KEY
+    )
     full = replace(SMALL, causal=False)
     assert moved(full, Variant.EAGER, "forward") == 28 * SCORES + beside
 
