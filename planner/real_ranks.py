@@ -69,8 +69,11 @@ class RealRun:
 
     @property
     def loss_distance(self) -> float | None:
-        """Largest difference of a step's loss from stage 0's; None where there is none to compare."""
-        if self.reference is None:
+        """Largest difference of a step's loss from stage 0's; None where there is none to compare.
+
+        The same steps are compared: those after as many to warm up.
+        """
+        if self.reference is None or _warmup(self.row) != _warmup(self.reference):
             return None
         ours, theirs = (row.measured.get("losses") for row in (self.row, self.reference))
         if not ours or not theirs or None in ours or None in theirs:
@@ -127,10 +130,14 @@ def _ms(time_s: float | None) -> float | None:
 
 
 def real_runs(rows: Iterable[Row]) -> list[RealRun]:
-    """Return every plan's newest run over NCCL, in the order of what they compute."""
+    """Return every plan's newest run over NCCL, of traced ones if there are, in the order of work.
+
+    Runs that went on from a saved step are left out: their losses are of other steps.
+    """
     newest: dict[tuple[str, str, str], Row] = {}
-    for row in sorted(rows, key=lambda row: row.recorded_at):
-        if row.kind == Kind.TRAIN_STEP and row.outcome == "done":
+    for row in sorted(rows, key=_worth):
+        is_whole = row.kind == Kind.TRAIN_STEP and row.outcome == "done"
+        if is_whole and row.spec.get("load_from") is None:
             newest[_key(row.spec, str(row.spec["world"]))] = row
     runs = [
         RealRun(
@@ -142,6 +149,16 @@ def real_runs(rows: Iterable[Row]) -> list[RealRun]:
         if world == REAL
     ]
     return sorted(runs, key=lambda run: _place(run.row))
+
+
+def _worth(row: Row) -> tuple[bool, Any]:
+    """Order rows of one plan: a traced run over NCCL is worth more than a newer one."""
+    is_traced = row.spec["world"] == REAL and bool(row.measured.get("kernel_times"))
+    return is_traced, row.recorded_at
+
+
+def _warmup(row: Row) -> Any:
+    return row.spec.get("warmup")
 
 
 def _key(spec: Mapping[str, Any], world: str) -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,6 +42,21 @@ def test_the_newest_row_of_each_plan_stands_beside_its_own_alone() -> None:
     assert [run.alone for run in found] == [None, alone, None]
     assert [run.loss_distance for run in found] == [0.0, 0.5, None]
     assert [run.exposed_s for run in found] == [None, None, None]
+
+
+def test_a_traced_run_stands_for_newer_ones_and_other_steps_are_not_compared() -> None:
+    def row(minute: int, stage: int, warmup: int, **seen: Any) -> RecordedRow:
+        made = _row("nccl", minute, stage=stage, **seen)
+        return replace(made, spec={**made.spec, "warmup": warmup})
+
+    first = row(0, 0, 3, losses=[3.0, 2.0])
+    traced = row(1, 3, 3, losses=[3.0, 2.25], kernel_times=[{"exposed_s": 0.5}])
+    later, loaded = row(2, 3, 3, losses=[1.0, 1.0]), row(3, 2, 3, losses=[1.0, 1.0])
+    loaded = replace(loaded, spec={**loaded.spec, "load_from": "/kept"})
+    longer = row(4, 1, 8, losses=[1.0, 1.0])
+    found = real_runs([first, traced, later, loaded, longer])
+    assert [run.row for run in found] == [first, longer, traced]
+    assert [run.loss_distance for run in found] == [0.0, None, 0.25]
 
 
 def test_of_every_call_the_rank_that_came_last_counts() -> None:
