@@ -19,10 +19,18 @@ PLACE = ("operation", "device", "driver", "torch", "triton", "cuda", "cudnn", "t
 TABLE_CASE = ("head_dim", "heads", "kv_heads", "causal")
 SHOWN_ERROR_CHARACTERS = 80
 # What a reader of an operation's figures has to know.
-TITLES = {"adamw": "AdamW", "rms_norm": "RMS norm", "rope": "RoPE", "swiglu": "SwiGLU"}
+TITLES = {
+    "attention_heads": "Attention with large heads",
+    "adamw": "AdamW",
+    "rms_norm": "RMS norm",
+    "rope": "RoPE",
+    "swiglu": "SwiGLU",
+}
 NOTES = {
-    "attention_masks": "`causal` is the portable kernel's own causal attention of the same shape, "
-    "not the faster `hopper` backend's.",
+    "attention_masks": "`backend` is ours, the portable `triton` where none is named; `causal` is our own "
+    "causal attention of the same shape, by default the `hopper` backend's (in rows that name no "
+    "backend, the portable one's).",
+    "attention_heads": "Head size 192 is of queries and keys beside values of 128 (latent attention).",
     "decode": "A cache is only read, the copy reads and writes: its rate can be passed. One sequence "
     "takes some 0.1 ms at any length, most likely what the host needs for two launches.",
 }
@@ -40,16 +48,18 @@ that the tests compare with in float64.
 
 | backend | written in | takes |
 |---|---|---|
-| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups, a persistent list of tiles | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, head size up to 128, full and causal masks, address and strides in multiples of 16 bytes |
-| `triton` | portable Triton | everything else: other GPUs, fp32, larger heads, windows, prefixes, block tables, documents, softcap, sinks |
+| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups; tiles from a list, or dealt out without one | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, address and strides in multiples of 16 bytes. Forward: head sizes up to 256, other ones for values too, full and causal masks, windows, softcap, sinks. Backward: full and causal masks, heads up to 128 alike |
+| `triton` | portable Triton | everything else: other GPUs, fp32, prefixes, block tables, documents; backwards of windows, larger and unequal heads, softcap, sinks |
 
 `PEAKMARK_ATTENTION_BACKEND` (`auto`, `hopper`, `triton`) overrules the rule; forcing `hopper` on what
 it cannot do is an error that names the reason. Rows of the job `attention` hold which backend ran in
-each direction. Beside its results the `hopper` forward holds one tile list for each shape, kept for
-the next call: 4 (1 + multiprocessors + B Hq ceil(S / R)) bytes, R = 192 rows at head sizes up to 64,
-else 128.
+each direction. Full and causal masks over heads up to 128 go by a tile list: beside its results that
+`hopper` forward holds one for each shape, kept for the next call: 4 (1 + multiprocessors +
+B Hq ceil(S / R)) bytes, R = 192 rows at head sizes up to 64, else 128. The other (windows, larger and
+unequal heads, softcap, sinks) holds nothing. Of its programs, one per multiprocessor, each takes every
+n-th tile where tiles are alike; causal and large heads have one program per tile.
 
-The `hopper` backward takes full and causal masks. Until it returns it holds, beside dq, dk and dv, dQ in
+Until the `hopper` backward returns it holds, beside dq, dk and dv, dQ in
 fp32 (4 B Sq Hq D bytes) and padded rows of logsumexp and delta (8 bytes for each of B Hq Sq, Sq rounded
 up to 128); predictions of a training step count both, and the tile list (`planner/memory/attention.py`).
 dK and dV repeat bit for bit; dQ is added up in no fixed order. The portable backward repeats every bit,

@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.attention.schedule import is_persistent, single_tile
+from kernels.attention.schedule import single_tile
 
 VARIABLE = "PEAKMARK_ATTENTION_BACKEND"
 FIRST_GLUON = (3, 6)
@@ -37,7 +37,6 @@ MAX_HEAD_DIM = 256
 HOPPER_MASKS = ("full", "causal", "window")
 MAX_BACKWARD_HEAD_DIM = 128
 HOPPER_BACKWARD_MASKS = ("full", "causal")
-UNPROVEN = "this form has not run on a GPU yet: it must be asked for by name"
 
 
 class Backend(StrEnum):
@@ -132,8 +131,6 @@ def choose(
     reason = backward_obstacle(problem) if is_backward else obstacle(problem)
     if wanted == Backend.TRITON:
         return Choice(Backend.TRITON, "triton was asked for")
-    if reason is None and wanted == "auto" and not _is_proven(problem):
-        return Choice(Backend.TRITON, UNPROVEN)
     if reason is None:
         return Choice(Backend.HOPPER, None)
     if wanted == Backend.HOPPER:
@@ -141,13 +138,6 @@ def choose(
             f"the attention backend hopper cannot do this call: {reason}; ask for auto or triton"
         )
     return Choice(Backend.TRITON, reason)
-
-
-def _is_proven(problem: Problem) -> bool:
-    """Say whether the form of the Hopper forward that takes `problem` has run on a GPU."""
-    sizes = problem.head_dim, problem.value_head_dim
-    is_plain = problem.plain and problem.mask in ("full", "causal")
-    return is_plain and is_persistent(*sizes, None, None)
 
 
 def misalignment(

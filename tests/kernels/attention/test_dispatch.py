@@ -33,6 +33,11 @@ HOPPER = Problem(
         {"dtype": torch.float16},
         {"head_dim": 96, "value_head_dim": 96},
         {"mask": "full"},
+        {"mask": "window"},
+        {"head_dim": 256, "value_head_dim": 256},
+        {"head_dim": 192},
+        {"value_head_dim": 64},
+        {"plain": False},
     ],
 )
 def test_hopper_computes_what_it_can(change: dict[str, object]) -> None:
@@ -64,24 +69,6 @@ def test_triton_takes_the_rest_and_the_reason_is_told(
     assert choice.reason is not None and reason in choice.reason
     with pytest.raises(ValueError, match=reason):
         dispatch.choose(problem, "hopper")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"mask": "window"},
-        {"head_dim": 256, "value_head_dim": 256},
-        {"head_dim": 192},
-        {"value_head_dim": 64},
-        {"plain": False},
-    ],
-)
-def test_forms_without_a_gpu_run_are_taken_only_where_they_are_named(
-    change: dict[str, object],
-) -> None:
-    problem = replace(HOPPER, **change)
-    assert dispatch.choose(problem) == dispatch.Choice(Backend.TRITON, dispatch.UNPROVEN)
-    assert dispatch.choose(problem, "hopper").backend is Backend.HOPPER
 
 
 def test_triton_can_be_asked_for_and_nonsense_is_refused() -> None:
