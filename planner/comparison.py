@@ -49,11 +49,14 @@ def compare(
 
     On the CPU, where device counters are null, the bytes of the training state are compared. Of
     DDP as one rank alone only allocated bytes are: it lacks the first bucket that NCCL holds on to
-    while the lasting ones are made, which real ranks reserve beside them (see `replay_ddp`).
+    while the lasting ones are made, which real ranks reserve beside them (see `replay_ddp`). So of a
+    run that went on from a saved step: its states were there before its first activations, and its
+    segments lie otherwise.
     """
     parallelism = prediction["plan"]["parallelism"]
     pairs = _memory_pairs(prediction["memory"], measured, world)
-    if world == "solo" and parallelism["world_size"] > 1 and parallelism["engine"] in _DDP:
+    lacks_bucket = world == "solo" and parallelism["world_size"] > 1
+    if (lacks_bucket and parallelism["engine"] in _DDP) or measured.get("loaded"):
         pairs = pairs[:1]
     if world == "cpu":
         pairs = _state_pairs(prediction, measured)
