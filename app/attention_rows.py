@@ -98,7 +98,7 @@ def table_rows(found: AttentionAnswer, seen: Mapping[Variant, Seen]) -> list[dic
             "variant": WORDS[one.variant],
             "kind": kind_words(one.variant),
             "exact or not": one.exactness,
-            "predicted backend": one.backend,
+            "predicted backends": _both(one.forward_backend, one.backward_backend),
         }
         for name, done in (("forward", one.forward), ("backward", one.backward)):
             measured_s = getattr(row, f"{name}_s") if row else None
@@ -132,8 +132,12 @@ def _measured(row: Seen | None, name: str) -> Any:
 def _backends(row: Seen | None) -> str | None:
     if row is None:
         return None
-    ran = dict.fromkeys(name for name in (row.forward_backend, row.backward_backend) if name)
-    return ", ".join(ran) or None
+    return _both(row.forward_backend, row.backward_backend)
+
+
+def _both(forward: str | None, backward: str | None) -> str | None:
+    """Name the kernels of both directions, once where they are one."""
+    return ", ".join(dict.fromkeys(name for name in (forward, backward) if name)) or None
 
 
 def findings(found: AttentionAnswer) -> list[str]:

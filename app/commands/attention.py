@@ -184,7 +184,7 @@ def rows(found: AttentionAnswer, seen: Mapping[Variant, Seen]) -> Iterator[Seque
         yield (
             NAMES[one.variant],
             "yes" if one.exact else "no",
-            one.backend,
+            ", ".join(dict.fromkeys((one.forward_backend, one.backward_backend))),
             f"{one.forward.flops / 1e9:,.4g}",
             format_bytes(one.forward.hbm_bytes),
             format_seconds(one.forward.time_s),

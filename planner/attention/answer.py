@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.attention.backends import our_backend, sdpa_backend
-from planner.attention.costs import BACKWARD, FORWARD, flops, moved_bytes, time_s, work
+from planner.attention.backends import BACKWARD, FORWARD, our_backend, sdpa_backend
+from planner.attention.costs import flops, moved_bytes, time_s, work
 from planner.attention.memory import footprint, input_bytes, outside_bytes
 from planner.attention.problem import (
     MAX_DIMENSION,
@@ -57,7 +57,8 @@ class VariantAnswer:
     variant: Variant
     exact: bool
     exactness: str
-    backend: str
+    forward_backend: str
+    backward_backend: str
     forward: Pass
     backward: Pass
     forward_peak_bytes: int
@@ -120,7 +121,8 @@ def _one(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> VariantAnswer
         variant=variant,
         exact=is_exact(problem, variant),
         exactness=exactness(problem, variant),
-        backend=backend_of(problem, variant, gpu),
+        forward_backend=backend_of(problem, variant, gpu, FORWARD),
+        backward_backend=backend_of(problem, variant, gpu, BACKWARD),
         forward=_pass(problem, variant, gpu, FORWARD),
         backward=_pass(problem, variant, gpu, BACKWARD),
         forward_peak_bytes=round(float(held.forward_peak_bytes())),
@@ -148,13 +150,13 @@ def _pass(problem: AttentionProblem, variant: Variant, gpu: Gpu, direction: str)
     )
 
 
-def backend_of(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> str:
+def backend_of(problem: AttentionProblem, variant: Variant, gpu: Gpu, direction: str) -> str:
     """Return the name of the kernel that is expected to run on `gpu`."""
     if variant is Variant.EAGER:
         return "torch"
     if variant is Variant.SDPA:
         return sdpa_backend(problem, gpu)
-    return "triton" if variant is Variant.LINEAR else our_backend(problem, variant, gpu)
+    return "triton" if variant is Variant.LINEAR else our_backend(problem, variant, gpu, direction)
 
 
 def exactness(problem: AttentionProblem, variant: Variant) -> str:

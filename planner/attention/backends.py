@@ -6,7 +6,8 @@ from planner.attention.problem import AttentionProblem, Variant
 from planner.hardware import Gpu
 
 _CUDNN_HEAD_DIM = 128
-_OUR_HOPPER_HEAD_DIM = 128
+_HOPPER_FORWARD_HEAD_DIM, _HOPPER_BACKWARD_HEAD_DIM = 256, 128
+FORWARD, BACKWARD = "forward", "backward"
 _FIRST_FLASH_CAPABILITY = 8
 
 
@@ -31,23 +32,24 @@ def sdpa_backend(problem: AttentionProblem, gpu: Gpu) -> str:
     )
 
 
-def our_backend(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> str:
-    """Return which of our kernels runs: hopper for full and causal 16-bit calls, else triton.
+def our_backend(problem: AttentionProblem, variant: Variant, gpu: Gpu, direction: str) -> str:
+    """Return which of our kernels runs in one direction: hopper or triton.
 
-    The rule of kernels/attention/dispatch.py, for contiguous tensors, in both directions.
+    The rule of kernels/attention/dispatch.py, for contiguous tensors: hopper takes 16-bit calls on
+    compute capability 9.0, forward full, causal and windowed ones, backward full and causal ones.
     """
     is_hopper = gpu.compute_capability in ("9.0", None)
-    plain = is_plain(problem, variant)
-    fits = problem.dtype != "fp32" and problem.head_dim <= _OUR_HOPPER_HEAD_DIM
-    aligned = problem.head_dim % 8 == 0
-    return "hopper" if is_hopper and plain and fits and aligned else "triton"
+    plain = variant is Variant.TRITON or is_idle_window(problem, variant)
+    takes_mask = plain or (direction == FORWARD and variant is Variant.WINDOW)
+    largest = _HOPPER_FORWARD_HEAD_DIM if direction == FORWARD else _HOPPER_BACKWARD_HEAD_DIM
+    takes_head = problem.head_dim <= largest and problem.head_dim % 8 == 0
+    takes = is_hopper and takes_mask and takes_head and problem.dtype != "fp32"
+    return "hopper" if takes else "triton"
 
 
-def is_plain(problem: AttentionProblem, variant: Variant) -> bool:
-    """Whether our kernel is called with a full or causal mask; a window that hides nothing is one."""
-    if variant is Variant.WINDOW:
-        return problem.window >= problem.sequence_length
-    return variant is Variant.TRITON
+def is_idle_window(problem: AttentionProblem, variant: Variant) -> bool:
+    """Whether a window hides nothing: our kernel is then called with a full or causal mask."""
+    return variant is Variant.WINDOW and problem.window >= problem.sequence_length
 
 
 def _major(gpu: Gpu) -> int | None:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.attention.backends import our_backend, sdpa_backend
+from planner.attention.backends import BACKWARD, our_backend, sdpa_backend
 from planner.attention.memory import FP32_BYTES, Sizes, linear_tile
 from planner.attention.problem import AttentionProblem, Numbers, Variant, visible_pairs
 from planner.errors import PlanError
 from planner.hardware import Gpu
 
-FORWARD, BACKWARD = "forward", "backward"
 # Two products forward; in the backward the scores again, and four of gradients.
 _FORWARD_PRODUCTS, _FUSED_BACKWARD_PRODUCTS = 2, 5
 
@@ -107,7 +106,7 @@ def _fused(
     gradient_flops = product * _FUSED_BACKWARD_PRODUCTS
     inputs = 2 * sizes.query + 2 * sizes.key + 2 * sizes.rows
     is_ours = variant is not Variant.SDPA
-    if is_ours and our_backend(problem, variant, gpu) == "triton":
+    if is_ours and our_backend(problem, variant, gpu, BACKWARD) == "triton":
         # Two kernels, dK and dV, then dQ: each computes the weights and their gradient itself.
         moved = 2 * inputs + sizes.query + 2 * sizes.key
         again = product * _FORWARD_PRODUCTS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.attention.backends import our_backend, sdpa_backend
+from planner.attention.backends import BACKWARD, our_backend, sdpa_backend
 from planner.attention.problem import AttentionProblem, Numbers, Variant
 from planner.hardware import Gpu
 from planner.memory.overheads import CONTEXT_BYTES, workspace_bytes
@@ -111,7 +111,7 @@ def footprint(problem: AttentionProblem, variant: Variant, gpu: Gpu, s: Numbers)
         return _sdpa(problem, sizes, sdpa_backend(problem, gpu))
     if variant is Variant.LINEAR:
         return _linear(problem, sizes)
-    return _ours(problem, sizes, variant, our_backend(problem, variant, gpu))
+    return _ours(problem, sizes, variant, our_backend(problem, variant, gpu, BACKWARD))
 
 
 def _gradients(sizes: Sizes) -> dict[str, Numbers]:

@@ -104,10 +104,10 @@ def _measure_card(dtype: str, device: torch.device) -> dict[str, float]:
     part = 1 if device.type == "cuda" else _CPU_PART
     source = torch.zeros(_COPIED_BYTES // part, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    copied = time_statistics(_repeat(lambda: target.copy_(source), device))
+    copied = time_statistics(_repeat(lambda _: target.copy_(source), device))
     size = _PRODUCT_SIZE // part
     left, right = (torch.randn((size, size), device=device).to(_DTYPES[dtype]) for _ in range(2))
-    product = time_statistics(_repeat(lambda: torch.mm(left, right), device))
+    product = time_statistics(_repeat(lambda _: torch.mm(left, right), device))
     return {
         "copy_bytes_s": 2 * source.nbytes / copied["median_s"],
         "product_flop_s": 2.0 * size**3 / product["median_s"],
@@ -165,7 +165,7 @@ def _measure_forward(
     row |= _forward_bytes(variant, inputs)
     attend = KERNELS[variant](inputs.problem)
     with torch.no_grad():
-        row["forward"] = time_statistics(_repeat(lambda: attend(*inputs.leaves), inputs.device))
+        row["forward"] = time_statistics(_repeat(lambda _: attend(*inputs.leaves), inputs.device))
     row["forward_flop_s"] = inputs.problem.forward_flops() / row["forward"]["median_s"]
 
 
@@ -181,12 +181,14 @@ def _measure_backward(
             row["error"][name] = _difference(compared, reference.gradients[name])
     del gradients, attend
     row |= _backward_bytes(variant, inputs)
-    output = KERNELS[variant](inputs.problem)(*leaves)
-    row["backward"] = time_statistics(
-        _repeat(
-            lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True), inputs.device
-        )
+    attend = KERNELS[variant](inputs.problem)
+    # A forward before each, not timed: a graph kept for all would hold more than a step does.
+    times_s = _repeat(
+        lambda output: torch.autograd.grad(output, leaves, upstream),
+        inputs.device,
+        prepare=lambda: attend(*leaves),
     )
+    row["backward"] = time_statistics(times_s)
     flops = _BACKWARD_FLOPS_FACTOR * inputs.problem.forward_flops()
     row["backward_flop_s"] = flops / row["backward"]["median_s"]
 
@@ -260,18 +262,23 @@ def _backward_bytes(variant: Variant, inputs: Inputs) -> dict[str, int]:
     return found
 
 
-def _repeat(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Return the time of each repetition of `work`, after warming up, with a cold L2 cache."""
+def _repeat(
+    work: Callable[[Any], object],
+    device: torch.device,
+    prepare: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Return the time of each repetition of `work` on what `prepare` gave it, with a cold L2 cache."""
     clock = Clock(device)
     is_cuda = device.type == "cuda"
     flushed = torch.empty(_FLUSH_BYTES if is_cuda else 1, dtype=torch.int8, device=device)
 
     def once() -> tuple[Any, Any]:
+        prepared = prepare()
         flushed.zero_()
         if is_cuda:
             torch.cuda._sleep(_HEAD_START_CYCLES)
         start = clock.now()
-        work()
+        work(prepared)
         return start, clock.now()
 
     for _ in range(_WARMUP_REPETITIONS):

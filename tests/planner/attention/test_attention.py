@@ -124,12 +124,16 @@ def test_torch_picks_its_backend(changes: dict[str, Any], gpu: Any, backend: str
 
 
 def test_ours_is_the_hopper_kernel_where_the_dispatcher_takes_it() -> None:
-    assert our_backend(SMALL, Variant.TRITON, H200) == "hopper"
-    assert our_backend(SMALL, Variant.TRITON, A100) == "triton"
-    assert our_backend(replace(SMALL, dtype="fp32"), Variant.TRITON, H200) == "triton"
-    assert our_backend(replace(SMALL, head_dim=192), Variant.TRITON, H200) == "triton"
-    assert our_backend(replace(SMALL, window=16), Variant.WINDOW, H200) == "triton"
-    assert our_backend(SMALL, Variant.WINDOW, H200) == "hopper"
+    def both(problem: AttentionProblem, variant: Variant, gpu: Any = H200) -> list[str]:
+        return [our_backend(problem, variant, gpu, way) for way in ("forward", "backward")]
+
+    assert both(SMALL, Variant.TRITON) == ["hopper", "hopper"]
+    assert both(SMALL, Variant.TRITON, A100) == ["triton", "triton"]
+    assert both(replace(SMALL, dtype="fp32"), Variant.TRITON) == ["triton", "triton"]
+    assert both(replace(SMALL, head_dim=192), Variant.TRITON) == ["hopper", "triton"]
+    assert both(replace(SMALL, window=16), Variant.WINDOW) == ["hopper", "triton"]
+    assert both(SMALL, Variant.WINDOW) == ["hopper", "hopper"]
+    assert both(SMALL, Variant.BLOCK_SPARSE) == ["triton", "triton"]
 
 
 @pytest.mark.parametrize(
