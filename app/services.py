@@ -338,11 +338,14 @@ def worker_alive() -> bool:
     return repository.worker_alive(database())
 
 
-def submit_proof(plan: Plan, world: str, idempotency_key: str) -> str:
-    """Queue a run that proves `plan`; the same key never queues twice. Returns the run id."""
+def submit_proof(plan: Plan, world: str, idempotency_key: str, **folders: str | None) -> str:
+    """Queue a run that proves `plan`; the same key never queues twice. Returns the run id.
+
+    `folders` are `save_to` and `load_from`; raises PlanError where they cannot be what they are for.
+    """
     return repository.create_run(
         database(),
-        job_spec(plan, world),
+        job_spec(plan, world, **folders),
         plan.to_dict(),
         prediction_of(plan),
         idempotency_key=idempotency_key,

@@ -12,6 +12,7 @@ from app import services
 from app.charts.style import size_text
 from app.proof import gpu_only, host_memory_free_bytes, host_memory_needed_bytes, unprovable
 from planner.plan import Plan
+from planner.workload import Engine
 
 WORLD_HELP = (
     "nccl: one process per GPU, honest for everything. shared: all ranks on one GPU. solo: one "
@@ -20,6 +21,12 @@ WORLD_HELP = (
 )
 START_WORKER = "peakmark worker"
 LAST_RUN = "last_run"
+SAVE_TO, LOAD_FROM = "proof_save_to", "proof_load_from"
+FOLDER_HELP = (
+    "A folder by its absolute path on the worker's host. A run saves its last step there as "
+    "step-NNNNNNNN and replaces none; it goes on from the newest whole one, at any number of ranks "
+    "and stage."
+)
 PROOF_KEY = "proof_key"
 
 
@@ -52,6 +59,8 @@ def show_proof_box(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None
                 on_click=_submit,
                 args=(plan, world),
             )
+        if plan.parallelism.engine is Engine.PEAKMARK:
+            _ask_for_folders()
         if problem is not None:
             st.caption(str(problem))
         elif reason and plan.model.trace is not None:
@@ -67,6 +76,23 @@ def possible_worlds(gpus: int, world_size: int) -> tuple[str, ...]:
         return ("cpu",)
     whole = ("nccl",) if gpus >= world_size else ()
     return (*whole, "solo", "shared", "cpu")
+
+
+def _ask_for_folders() -> None:
+    """Ask where to save the trained step, and from which one to go on."""
+    with st.expander("Save its training, or go on from a saved one", icon=":material/save:"):
+        left, right = st.columns(2)
+        with left:
+            st.text_input("Save to", key=SAVE_TO, placeholder="/data/steps", help=FOLDER_HELP)
+        with right:
+            st.text_input("Go on from", key=LOAD_FROM, placeholder="/data/steps", help=FOLDER_HELP)
+
+
+def _folders(plan: Plan) -> dict[str, str | None]:
+    if plan.parallelism.engine is not Engine.PEAKMARK:
+        return {}
+    asked = {"save_to": SAVE_TO, "load_from": LOAD_FROM}
+    return {name: st.session_state.get(key) or None for name, key in asked.items()}
 
 
 def _too_big_for_host(
@@ -105,7 +131,7 @@ def _submit(plan: Plan, world: str) -> None:
     """Queue the run once, however often the button is pressed before the page answers."""
     key = st.session_state.setdefault(PROOF_KEY, uuid.uuid4().hex)
     try:
-        run_id = services.submit_proof(plan, world, key)
+        run_id = services.submit_proof(plan, world, key, **_folders(plan))
     except services.PROBLEMS as problem:
         st.session_state[LAST_RUN] = {"problem": str(problem)}
         return

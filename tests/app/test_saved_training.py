@@ -49,6 +49,24 @@ def test_the_page_and_the_command_line_say_what_was_loaded_and_saved(
     assert out.splitlines()[-2:] == LINES
 
 
+def test_the_page_asks_for_folders_and_says_what_is_wrong_with_them(
+    opened: Callable[..., AppTest], tiny_config: str
+) -> None:
+    app = opened(source="config", gpus="2", seq="32")
+    app.text_area(key="config_text").set_value(tiny_config).run()
+    app.text_input(key="proof_save_to").set_value("steps").run()
+    app.button(key="prove").click().run()
+    assert [error.value for error in app.error] == [
+        "save_to is 'steps': it must be an absolute path without .., of at most 1024 characters."
+    ]
+    assert list_runs(services.database()) == []
+    app.text_input(key="proof_save_to").set_value("/data/steps").run()
+    app.button(key="prove").click().run()
+    [run] = list_runs(services.database())
+    spec = services.run_detail(run.id)["spec"]
+    assert (spec["save_to"], spec["load_from"]) == ("/data/steps", None)
+
+
 def test_a_loss_that_is_not_finite_is_told(opened: Callable[..., AppTest]) -> None:
     app = opened(run=finished(step_time_s=0.1, losses=[4.0, None, None]))
     app.switch_page("app_pages/run.py").run()
