@@ -338,9 +338,10 @@ def _errors(found: AttentionAnswer, best: Best) -> None:
             charts.distance_figure(rows),
             key="attention_distance",
             title="How far algorithms are from exact attention",
-            caption="Measured: norm of the difference of the outputs over the norm of exact attention's, "
-            "for random Q, K and V, where every key weighs about alike. A trained model looks at "
-            "some keys much more than at others, so its distance is another: measure it on the model.",
+            caption="Measured: the norm of a row's difference over the norm of exact attention's row, as a "
+            "mean over rows and heads, for random Q, K and V. There every key weighs about alike, which is "
+            "hardest on what looks at few of them. A trained model looks at some keys much more than at "
+            "others: measure its distance on the model.",
             rows=rows,
         )
     elif any(not one.exact for one in found.variants):
