@@ -9,7 +9,14 @@ import streamlit as st
 
 from planner.attention.answer import WORDS
 from planner.attention.of_plan import problem_of_plan
-from planner.attention.problem import DTYPE_BYTES, EXACT_VARIANTS, AttentionProblem, Variant
+from planner.attention.problem import (
+    DTYPE_BYTES,
+    EXACT_VARIANTS,
+    MAX_DIMENSION,
+    AttentionProblem,
+    Variant,
+)
+from planner.errors import describe_value
 from planner.plan import Plan
 
 WIDTH_PX = 130
@@ -76,6 +83,7 @@ def _number(name: str, label: str, own: AttentionProblem) -> int:
     return st.number_input(
         label,
         min_value=1,
+        max_value=MAX_DIMENSION,
         value=_from_link(name, value),
         step=1,
         key=f"attention_{name}_{value}",
@@ -84,12 +92,19 @@ def _number(name: str, label: str, own: AttentionProblem) -> int:
 
 
 def _from_link(name: str, own: int) -> int:
-    text = st.query_params.get(PREFIX + name, "")
-    return int(text) if text.isdigit() and 0 < int(text) < 2**31 else own
+    text = st.query_params.get(PREFIX + name)
+    if text is None:
+        return own
+    if text.isdigit() and 0 < int(text) <= MAX_DIMENSION:
+        return int(text)
+    _tell_refused(name, text, own)
+    return own
 
 
 def _choice(name: str, label: str, options: Sequence[str], own: str) -> str:
     asked = st.query_params.get(PREFIX + name, own)
+    if asked not in options:
+        _tell_refused(name, asked, own)
     chosen = st.segmented_control(
         label,
         options,
@@ -98,6 +113,14 @@ def _choice(name: str, label: str, options: Sequence[str], own: str) -> str:
         key=f"attention_{name}_{own}",
     )
     return str(chosen)
+
+
+def _tell_refused(name: str, text: str, own: object) -> None:
+    given = describe_value(text).replace("`", "'")
+    st.warning(
+        f"The link says `{PREFIX}{name}` is `{given}`, which cannot be used: {own} is shown.",
+        icon=":material/link_off:",
+    )
 
 
 def choose_variants() -> list[Variant]:

@@ -56,6 +56,8 @@ def show_attention_page() -> None:
 def _answer(found: AttentionAnswer, seen: Sequence[Seen]) -> None:
     for sentence in found.refused.values():
         st.caption(f":material/info: {sentence}")
+    if not found.variants:
+        return
     measured = attention_rows.on_gpus(seen)
     best = attention_rows.at_problem(found.problem, measured)
     with st.container(border=True, key="attention_findings"):

@@ -19,6 +19,7 @@ from planner.attention.problem import (
     is_exact,
     obstacle,
 )
+from planner.errors import PlanError
 from planner.hardware import Gpu
 
 DIRECTIONS = (FORWARD, BACKWARD)
@@ -97,11 +98,13 @@ class AttentionAnswer:
 
 
 def answer(problem: AttentionProblem, variants: Sequence[Variant], gpu: Gpu) -> AttentionAnswer:
-    """Return what each variant costs for `problem` on `gpu`; those that cannot run are refused.
+    """Return what each variant costs for `problem` on `gpu`.
 
-    Raises PlanError where the GPU's rate is unknown.
+    Refused are those that cannot run, and those whose rate on a GPU entered by hand is unknown.
     """
-    refused = {v.value: reason for v in variants if (reason := obstacle(problem, v)) is not None}
+    refused = {
+        v.value: reason for v in variants if (reason := _refusal(problem, v, gpu)) is not None
+    }
     shown = [variant for variant in variants if variant.value not in refused]
     return AttentionAnswer(
         problem=problem,
@@ -109,6 +112,15 @@ def answer(problem: AttentionProblem, variants: Sequence[Variant], gpu: Gpu) -> 
         variants=tuple(_one(problem, variant, gpu) for variant in shown),
         refused=refused,
     )
+
+
+def _refusal(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> str | None:
+    try:
+        for part in work(problem, variant, gpu, FORWARD, float(problem.sequence_length)):
+            part.flop_s(gpu)
+    except PlanError as error:
+        return str(error)
+    return obstacle(problem, variant)
 
 
 def _one(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> VariantAnswer:
@@ -208,7 +220,7 @@ def curves(
     lengths = np.array(sorted({*CURVE_LENGTHS, problem.sequence_length}), dtype=np.float64)
     found = {}
     for variant in variants:
-        if obstacle(problem, variant) is not None:
+        if _refusal(problem, variant, gpu) is not None:
             continue
         columns = {
             "forward_s": time_s(work(problem, variant, gpu, FORWARD, lengths), gpu),

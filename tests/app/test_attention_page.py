@@ -82,6 +82,17 @@ def test_a_link_brings_its_shape_and_variants(opened: Opened) -> None:
     assert "keys less than 100 tokens before it" in texts(app)
 
 
+def test_a_link_that_cannot_be_used_and_a_gpu_without_a_rate_are_told(opened: Opened) -> None:
+    app = page(opened, gpu="custom", at_dtype="int3", at_window="x")
+    assert [warning.value for warning in app.warning] == [
+        "The link says `at_dtype` is `'int3'`, which cannot be used: bf16 is shown.",
+        "The link says `at_window` is `'x'`, which cannot be used: 1024 is shown.",
+    ]
+    # The form's GPU has a rate for bf16 alone, and linear attention computes in tf32.
+    assert "peak_dense_flop_s.tf32 is missing: this attention computes in tf32" in texts(app)
+    assert list(table(app)["variant"])[-1] == "block-sparse"
+
+
 def test_a_run_is_queued_with_its_prediction(opened: Opened) -> None:
     small = {"at_sequence_length": "128", "at_heads": "4", "at_kv_heads": "2"}
     app = page(opened, **small)
