@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
@@ -17,7 +17,6 @@ from db.types import Origin, RunKind
 from planner.attention.answer import WORDS, AttentionAnswer
 from planner.attention.measured import Seen, best_of, seen_in_benches, seen_in_row
 from planner.attention.problem import EXACT_VARIANTS, AttentionProblem, Variant
-from planner.units import format_bytes
 
 MEASURED_TTL_S = 20
 BENCHES = RECORDED_DIRECTORY / "kernels"
@@ -140,21 +139,21 @@ def _both(forward: str | None, backward: str | None) -> str | None:
     return ", ".join(dict.fromkeys(name for name in (forward, backward) if name)) or None
 
 
-def findings(found: AttentionAnswer) -> list[str]:
-    """Say what stands out: scores stored, what exact kernels save, what algorithms give up."""
+def findings(found: AttentionAnswer, show: Callable[[float], str]) -> list[str]:
+    """Say, with sizes as `show` writes them, what stands out: scores stored, what exact kernels save, what algorithms give up."""
     by_variant = {one.variant: one for one in found.variants}
     eager, ours = by_variant.get(Variant.EAGER), by_variant.get(Variant.TRITON)
     sentences = []
     if eager is not None:
-        sentences.append(_eager_sentence(found, eager.longest, eager.backward_peak_bytes))
+        sentences.append(_eager_sentence(found, eager.longest, show(eager.backward_peak_bytes)))
     if eager is not None and ours is not None:
         times = eager.backward_peak_bytes / ours.backward_peak_bytes
         sentences.append(
-            f"**Ours** gives the same result with {format_bytes(ours.backward_peak_bytes)}, "
+            f"**Ours** gives the same result with {show(ours.backward_peak_bytes)}, "
             f"{times:,.0f} times less. Its FLOPs still grow with the square of the sequence: "
             f"{ours.forward.flops / 1e12:,.3g} TFLOP forward. What it saves is memory and traffic "
-            f"({format_bytes(ours.forward.hbm_bytes)} instead of "
-            f"{format_bytes(eager.forward.hbm_bytes)})."
+            f"({show(ours.forward.hbm_bytes)} instead of "
+            f"{show(eager.forward.hbm_bytes)})."
         )
     changed = [one for one in found.variants if not one.exact]
     if ours is not None and changed:
@@ -168,8 +167,8 @@ def findings(found: AttentionAnswer) -> list[str]:
     return sentences
 
 
-def _eager_sentence(found: AttentionAnswer, longest: int | None, peak_bytes: int) -> str:
-    text = f"**Eager** stores the scores: {format_bytes(peak_bytes)} at the peak of its backward"
+def _eager_sentence(found: AttentionAnswer, longest: int | None, peak: str) -> str:
+    text = f"**Eager** stores the scores: {peak} at the peak of its backward"
     if longest is None:
         return f"{text}."
     return f"{text}; on {found.gpu.name} it does not fit beyond **{longest:,} tokens**."

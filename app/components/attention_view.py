@@ -61,7 +61,8 @@ def _answer(found: AttentionAnswer, seen: Sequence[Seen]) -> None:
     measured = attention_rows.on_gpus(seen)
     best = attention_rows.at_problem(found.problem, measured)
     with st.container(border=True, key="attention_findings"):
-        for sentence in attention_rows.findings(found):
+        chosen = unit()
+        for sentence in attention_rows.findings(found, lambda size: size_text(size, chosen)):
             st.markdown(sentence)
     direction = st.segmented_control(
         "Direction", DIRECTIONS, default=DIRECTIONS[0], required=True, key="attention_direction"

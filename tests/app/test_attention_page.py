@@ -16,6 +16,7 @@ from db import repository
 from planner.attention.answer import answer
 from planner.attention.problem import AttentionProblem, Variant
 from planner.hardware import resolve_gpu
+from planner.units import format_bytes
 
 Opened = Callable[..., AppTest]
 PAGE = "app_pages/attention.py"
@@ -131,13 +132,15 @@ def test_recorded_benchmarks_of_the_shape_are_found_at_any_batch() -> None:
 
 
 def test_findings_compare_ours_with_eager_and_name_what_algorithms_give_up() -> None:
-    eager, ours, algorithms = attention_rows.findings(answer(LLAMA, tuple(Variant), H200))
+    eager, ours, algorithms = attention_rows.findings(
+        answer(LLAMA, tuple(Variant), H200), format_bytes
+    )
     assert eager.startswith("**Eager** stores the scores: 32.31 GiB")
     # 34,695,282,688 over 306,184,192 bytes.
     assert "113 times less" in ours and "0.55 TFLOP forward" in ours
     # 25,167,872 of 33,558,528 pairs.
     assert "window 75.0%" in algorithms
-    assert attention_rows.findings(answer(LLAMA, (Variant.SDPA,), H200)) == []
+    assert attention_rows.findings(answer(LLAMA, (Variant.SDPA,), H200), format_bytes) == []
 
 
 def test_a_recorded_run_shows_its_variants(opened: Opened) -> None:
