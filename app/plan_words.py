@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from planner.units import format_seconds
+
 
 def variant_words(values: Mapping[str, Any]) -> list[str]:
     """Return the rare training choices of widget values or of a plan's workload."""
@@ -50,3 +52,16 @@ def checkpointing_words(values: Mapping[str, Any]) -> str:
     """Return the mode of checkpointing, and of which layers if not of all."""
     every = values.get("checkpoint_every") or 1
     return f"{values['checkpointing']}{f' every {every} layers' if every > 1 else ''}"
+
+
+def speed_detail(throughput: Mapping[str, Any]) -> str:
+    """Return what a training step's time is made of: phases, GPU and host, and how far from ideal."""
+    phases = ", ".join(
+        f"{name} {format_seconds(time_s)}" for name, time_s in throughput["phases_s"].items()
+    )
+    share = throughput["ideal_s"] / throughput["step_time_s"]
+    return (
+        f"{phases}. The GPU works {format_seconds(throughput['gpu_s'])}, the host "
+        f"{format_seconds(throughput['host_s'])}; at the vendor's peaks the operations would take "
+        f"{share:.0%} of the step. HFU {throughput['hfu']:.1%}."
+    )

@@ -14,12 +14,20 @@ from typing import Any
 import numpy as np
 
 from planner.as_run import as_run
-from planner.comparison import MEMORY_QUANTITIES, Comparison, compare, groups_of
+from planner.comparison import (
+    MEMORY_QUANTITIES,
+    TIME_QUANTITIES,
+    Comparison,
+    compare,
+    compare_alone,
+    groups_of,
+)
 from planner.errors import PlanError
 from planner.memory.overheads import NCCL_OVERHEAD
 from planner.plan import parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
+from planner.speed.calibrated import rows_used
 from planner.verdict import State, decide
 from planner.workload import TrainingWorkload
 
@@ -233,9 +241,13 @@ class _Tally:
             state = _state_of_run(prediction, world)
             self.judged.append(Judged(row.id, row.role, state, row.outcome, groups))
         if row.outcome == DONE:
+            found = compare(prediction, row.measured, world)
+            if world == "solo":
+                found += compare_alone(plan, row.measured)
             self.residuals += [
-                Residual(row_id=row.id, role=row.role, comparison=found, groups=groups)
-                for found in compare(prediction, row.measured, world)
+                Residual(row_id=row.id, role=row.role, comparison=one, groups=groups)
+                for one in found
+                if not (one.quantity in TIME_QUANTITIES and row.id in rows_used())
             ]
 
 

@@ -13,10 +13,15 @@ from planner.collective_times import collective_times_s
 from planner.memory.overheads import NCCL_OVERHEAD
 from planner.plan import Plan
 from planner.records import RecordedRow
+from planner.speed.calibrated import rates_of
+from planner.speed.step import training_step
 from planner.workload import Engine, Parallelism, TrainingWorkload
 
 MEMORY_QUANTITIES = ("allocated", "reserved", "device")
-TIME_QUANTITIES = ("step_time", "communication_time")
+PHASE_TIMES = ("forward_time", "backward_time", "optimizer_time")
+# A rank alone sends nothing: its step is compared with that of a rank alone.
+ALONE = "step_time_alone"
+TIME_QUANTITIES = ("step_time", ALONE, *PHASE_TIMES, "communication_time")
 _DDP = (Engine.DDP, Engine.ZERO_REDUNDANCY)
 # The component of the prediction, and its name in a measurement.
 STATE_FIELDS = {
@@ -61,11 +66,8 @@ def compare(
     if world == "cpu":
         pairs = _state_pairs(prediction, measured)
     # A rank alone does not communicate: its step is a whole one only when the plan has one rank.
-    alone = parallelism["world_size"] == 1
-    if world == "nccl" or (world == "solo" and alone):
-        pairs.append(
-            ("step_time", prediction["throughput"]["step_time_s"], measured.get("step_time_s"))
-        )
+    if world == "nccl" or (world == "solo" and parallelism["world_size"] == 1):
+        pairs += _time_pairs(prediction["throughput"], measured)
     if world == "nccl":
         pairs.append(("communication_time", *_communication_s(prediction, measured)))
     return [
@@ -73,6 +75,28 @@ def compare(
         for name, ours, seen in pairs
         if ours is not None and seen
     ]
+
+
+def _time_pairs(
+    speed: Mapping[str, Any], measured: Mapping[str, Any]
+) -> list[tuple[str, float | None, float | None]]:
+    phases = speed.get("phases_s") or {}
+    pairs = [("step_time", speed["step_time_s"], measured.get("step_time_s"))]
+    for name in PHASE_TIMES:
+        phase = name.removesuffix("_time")
+        pairs.append((name, phases.get(phase), measured.get(f"{name}_s")))
+    return pairs
+
+
+def compare_alone(plan: Plan, measured: Mapping[str, Any]) -> list[Comparison]:
+    """Pair the step of one rank of several, run alone, with the step predicted for it alone."""
+    seen, workload = measured.get("step_time_s"), plan.workload
+    if not seen or plan.parallelism.world_size == 1 or not isinstance(workload, TrainingWorkload):
+        return []
+    step = training_step(
+        plan.model, workload, plan.parallelism, rates_of(plan.hardware), alone=True
+    )
+    return [Comparison(quantity=ALONE, predicted=float(step.step_time_s), measured=float(seen))]
 
 
 def _communication_s(

@@ -24,11 +24,6 @@ from planner.verdict import Verdict, judge
 from planner.workload import TrainingWorkload
 
 SCHEMA = 1
-# Held by a test against the recorded steps.
-SPEED_IS_A_BOUND = (
-    "Step time is a roofline bound, not yet a forecast: half of the recorded steps took more than "
-    "2.2 times as long, one in ten more than 6 times (see Accuracy)."
-)
 PLANNER_VERSION = "0.1.0"
 
 
@@ -120,7 +115,7 @@ def _predict_training(
             *step.notes(),
             *offload_notes(plan.model, workload, plan.parallelism, plan.hardware),
             *speed.notes,
-            SPEED_IS_A_BOUND,
+            f"Step time: {speed.source}.",
         ),
     )
 

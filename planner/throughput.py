@@ -1,33 +1,30 @@
-"""How fast a step is: a roofline over its operations plus its communication, uncalibrated."""
+"""How fast a step is, where its time goes, and how far that is from what the GPU could do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.communication import Collective, group_collectives, link_notes, step_collectives
+from planner.communication import Collective, group_collectives, link_notes
 from planner.errors import PlanError
 from planner.hardware import Gpu
 from planner.memory.parallel import group_size, stage_specs
 from planner.model import ModelSpec
 from planner.offload import host_step
-from planner.operations import (
-    Cost,
-    Numbers,
-    element_sizes,
-    model_flops,
-    muon_flops,
-    optimizer_cost,
-    training_costs,
-)
-from planner.rank import RankSpec
-from planner.workload import Optimizer, Parallelism, Precision, TrainingWorkload, flat_dict
+from planner.operations import Cost, Numbers, model_flops
+from planner.speed.calibrated import rates_of
+from planner.speed.gpu_time import Part
+from planner.speed.step import PHASES, Step, training_step
+from planner.workload import Parallelism, Precision, TrainingWorkload, flat_dict
 
 LABEL = "formula, not calibrated"
+CALIBRATED = "from measured curves"
+# What bounds each kind of operation where it runs at the rates that were measured.
+_COMPUTE = ("products", "head", "experts", "attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +40,12 @@ class OperationTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Step time and what follows from it; `mfu` is useful FLOPs over peak FLOPs."""
+    """Step time and what follows from it; `mfu` is useful FLOPs over peak FLOPs.
+
+    `operations` add up to the step. `hfu` counts what is computed again, too. `ideal_s` is how long the step
+    would take at the vendor's peaks; `phases_s` are its phases' times, `gpu_s` and `host_s` what GPU
+    and host take for it, the longer of which is the step. `source` says where rates are from.
+    """
 
     step_time_s: float
     tokens_per_s: float
@@ -54,6 +56,13 @@ class Throughput:
     operations: tuple[OperationTime, ...]
     communication: tuple[Collective, ...]
     notes: tuple[str, ...]
+    label: str = LABEL
+    source: str = "vendor sheet"
+    hfu: float | None = None
+    ideal_s: float | None = None
+    gpu_s: float | None = None
+    host_s: float | None = None
+    phases_s: Mapping[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form with its label; notes belong to the prediction."""
@@ -61,7 +70,7 @@ class Throughput:
         del data["notes"]
         data["operations"] = [flat_dict(operation) for operation in self.operations]
         data["communication"] = [flat_dict(item) for item in self.communication]
-        return {"label": LABEL, **data}
+        return data
 
 
 def peak_flop_s(gpu: Gpu, dtype: str) -> tuple[float, str | None]:
@@ -107,35 +116,80 @@ def time_operations(
 
 
 def main_bound(operations: Sequence[OperationTime], communication_s: float) -> str:
-    """Return what most of the time goes to: compute, hbm, pipeline or interconnect."""
+    """Return what most of the time goes to: compute, hbm, pipeline, host or interconnect."""
     spent = {"interconnect": communication_s}
     for operation in operations:
         spent[operation.bound] = spent.get(operation.bound, 0.0) + operation.time_s
     return max(("compute", "hbm", *spent), key=lambda kind: spent.get(kind, 0.0))
 
 
-def _update_cost(
-    spec: ModelSpec, workload: TrainingWorkload, stage: int, world_size: Numbers
-) -> Cost:
-    local = world_size * 0.0 + spec.parameters
-    sizes = element_sizes(workload.precision)
-    cost = optimizer_cost(workload, sizes, local / world_size if stage else local)
-    if workload.optimizer is not Optimizer.MUON:
-        return cost
-    return replace(cost, flops=cost.flops + muon_flops(spec))
+def training_throughput(
+    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+) -> Throughput:
+    """Return the speed of one optimizer step.
 
-
-def _micro_batch_costs(
-    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, b: Numbers, s: Numbers
-) -> list[Cost]:
-    """Return the costs of all micro-batches on one GPU, for its part of the model.
-
-    Context parallelism gives it every c-th token of each row, with its causal pairs: as fewer rows.
+    A pipeline goes at the pace of its slowest stage, whose operations these are.
     """
-    costs = training_costs(part, workload, b / parallelism.context_parallel, s)
-    if not isinstance(part, RankSpec):
-        return costs
-    return [cost for cost in costs if part.runs(cost.name.split(".")[-1])]
+    peak, note = peak_flop_s(gpu, compute_dtype(workload.precision))
+    rates, gpus = rates_of(gpu), group_size(parallelism)
+    step, extra = max(
+        (
+            _stage(part, workload, parallelism, gpu)
+            for part in dict.fromkeys(stage_specs(spec, parallelism))
+        ),
+        key=lambda found: float(found[0].step_time_s) + sum(op.time_s for op in found[1]),
+    )
+    operations = (*_operations(step), *extra)
+    step_time_s = sum(op.time_s for op in operations)
+    b, s = float(workload.micro_batch), float(workload.sequence_length)
+    tokens = b * s * workload.grad_accumulation
+    useful = float(model_flops(spec, b, s)) * workload.grad_accumulation
+    flops = sum(op.flops for op in operations)
+    return Throughput(
+        step_time_s=step_time_s,
+        tokens_per_s=tokens * parallelism.world_size / step_time_s,
+        tokens_per_s_per_gpu=tokens / (step_time_s * gpus),
+        mfu=useful / (step_time_s * peak * gpus),
+        bound=_bound(step, operations),
+        flops_per_step=flops,
+        operations=operations,
+        communication=_communication(step, spec, workload, parallelism, gpu),
+        notes=(*([note] if note else []), *link_notes(gpu, parallelism.world_size * gpus)),
+        label=CALIBRATED,
+        source=rates.source,
+        hfu=flops / (step_time_s * peak),
+        ideal_s=_ideal_s(step.parts, peak, gpu.mem_bandwidth_bytes_s),
+        gpu_s=float(step.gpu_step_s),
+        host_s=float(step.host_step_s),
+        phases_s={name: float(step.phase_s(name)) for name in PHASES},
+    )
+
+
+def _stage(
+    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+) -> tuple[Step, list[OperationTime]]:
+    """Return the step of one pipeline stage, and what it takes besides: waits, its group, the host."""
+    step = training_step(part, workload, parallelism, rates_of(gpu))
+    worked_s = float(step.step_time_s) - float(step.phase_s("optimizer"))
+    extra = [_waiting("pipeline.bubble", worked_s * _bubble(parallelism, workload), "pipeline")]
+    sent_s = sum(float(c.time_s) for c in _group_sent(part, workload, parallelism, gpu))
+    extra.append(_waiting("group.exposed", sent_s, "interconnect"))
+    if workload.offload_optimizer:
+        offloaded = host_step(part, workload, parallelism.world_size, gpu)
+        extra.append(
+            OperationTime(
+                name="optimizer.host",
+                flops=0.0,
+                bytes=float(offloaded.memory_bytes),
+                time_s=float(offloaded.time_s),
+                bound=offloaded.bound,
+            )
+        )
+    return step, [operation for operation in extra if operation.time_s]
+
+
+def _waiting(name: str, time_s: float, bound: str) -> OperationTime:
+    return OperationTime(name=name, flops=0.0, bytes=0.0, time_s=time_s, bound=bound)
 
 
 def _bubble(parallelism: Parallelism, workload: TrainingWorkload) -> float:
@@ -143,97 +197,70 @@ def _bubble(parallelism: Parallelism, workload: TrainingWorkload) -> float:
     return (parallelism.pipeline_parallel - 1) / workload.grad_accumulation
 
 
-def _operations(
-    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu, peak: float
-) -> tuple[OperationTime, ...]:
-    """Return the operations of one GPU of a pipeline's stage, and how long it waits for others."""
-    b, s = float(workload.micro_batch), float(workload.sequence_length)
-    sharers = float(parallelism.world_size * parallelism.context_parallel)
-    update = _update_cost(part, workload, parallelism.zero_stage, sharers)
-    costs = _micro_batch_costs(part, workload, parallelism, b, s)
-    worked = time_operations(costs, peak, gpu.mem_bandwidth_bytes_s)
-    waited_s = sum(op.time_s for op in worked) * _bubble(parallelism, workload)
-    waiting = OperationTime(
-        name="pipeline.bubble", flops=0.0, bytes=0.0, time_s=waited_s, bound="pipeline"
+def _operations(step: Step) -> list[OperationTime]:
+    """Return what the step's time goes to: kinds of operations, exposed collectives, the host."""
+    merged: dict[str, OperationTime] = {}
+    for part in step.parts:
+        name = f"{part.phase}.{part.name}"
+        known = merged.get(name)
+        merged[name] = OperationTime(
+            name=name,
+            flops=float(part.flops) + (known.flops if known else 0.0),
+            bytes=float(part.bytes) + (known.bytes if known else 0.0),
+            time_s=float(part.time_s) + (known.time_s if known else 0.0),
+            bound="compute" if part.name in _COMPUTE else "hbm",
+        )
+    exposed = [
+        _waiting(f"{name}.collectives", float(step.exposed_s[name]), "interconnect")
+        for name in PHASES
+    ]
+    waited_s = float(step.step_time_s) - float(step.gpu_step_s)
+    every = [*merged.values(), *exposed, _waiting("host.waiting", waited_s, "host")]
+    return [operation for operation in every if operation.time_s]
+
+
+def _bound(step: Step, operations: Sequence[OperationTime]) -> str:
+    """Return the host where the GPU waits for it, else what most of the GPU's time goes to."""
+    if float(step.host_step_s) > float(step.gpu_step_s):
+        return "host"
+    return main_bound(operations, 0.0)
+
+
+def _ideal_s(parts: Sequence[Part], peak: float, bandwidth_bytes_s: float) -> float:
+    """Return the roofline of all parts: each the longer of FLOPs at the peak and bytes at the sheet's."""
+    return sum(
+        max(float(part.flops) / peak, float(part.bytes) / bandwidth_bytes_s) for part in parts
     )
-    updated = time_operations([update], peak, gpu.mem_bandwidth_bytes_s)
-    if workload.offload_optimizer:
-        updated = (_host_update(part, workload, parallelism, gpu),)
-    return (*worked, *([waiting] if waited_s else []), *updated)
 
 
-def _host_update(
+def _group_sent(
     part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
-) -> OperationTime:
-    step = host_step(part, workload, parallelism.world_size, gpu)
-    return OperationTime(
-        name="optimizer.host",
-        flops=0.0,
-        bytes=float(step.memory_bytes),
-        time_s=float(step.time_s),
-        bound=step.bound,
-    )
+) -> list[Collective]:
+    tokens = workload.micro_batch * workload.sequence_length / parallelism.context_parallel
+    return group_collectives(part, workload, parallelism, gpu, tokens)
 
 
 def _communication(
-    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+    step: Step, spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
 ) -> tuple[Collective, ...]:
-    tokens = workload.micro_batch * workload.sequence_length / parallelism.context_parallel
-    sent = [
-        *step_collectives(part, workload, parallelism, gpu, float(parallelism.world_size)),
-        *group_collectives(part, workload, parallelism, gpu, tokens),
-    ]
-    return tuple(
+    """Return every collective of the step with its whole time, hidden or not; bytes are those on the wire."""
+    sharers = parallelism.world_size * parallelism.context_parallel
+    ring = (sharers - 1) / sharers
+    own = [
         Collective(
-            collective=item.collective,
-            bytes=float(item.bytes),
-            count=item.count,
-            time_s=float(item.time_s),
+            collective=one.collective,
+            bytes=float(one.bytes) * ring * (2 if one.collective == "all_reduce" else 1),
+            count=int(one.calls),
+            time_s=float(one.time_s),
         )
-        for item in sent
-    )
-
-
-def _stage_step(
-    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu, peak: float
-) -> tuple[float, tuple[OperationTime, ...], tuple[Collective, ...]]:
-    operations = _operations(part, workload, parallelism, gpu, peak)
-    communication = _communication(part, workload, parallelism, gpu)
-    times = (*(op.time_s for op in operations), *(float(item.time_s) for item in communication))
-    return sum(times), operations, communication
-
-
-def training_throughput(
-    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
-) -> Throughput:
-    """Return the speed of one optimizer step: sum of rooflines plus communication, no overlap.
-
-    A pipeline goes at the pace of its slowest stage, whose operations these are.
-    """
-    peak, note = peak_flop_s(gpu, compute_dtype(workload.precision))
-    gpus = group_size(parallelism)
-    step_time_s, operations, communication = max(
-        (
-            _stage_step(part, workload, parallelism, gpu, peak)
-            for part in dict.fromkeys(stage_specs(spec, parallelism))
-        ),
-        key=lambda step: step[0],
-    )
-    communication_s = sum(float(item.time_s) for item in communication)
-    b, s = float(workload.micro_batch), float(workload.sequence_length)
-    tokens = b * s * workload.grad_accumulation
-    useful = float(model_flops(spec, b, s)) * workload.grad_accumulation
-    return Throughput(
-        step_time_s=step_time_s,
-        tokens_per_s=tokens * parallelism.world_size / step_time_s,
-        tokens_per_s_per_gpu=tokens / (step_time_s * gpus),
-        mfu=useful / (step_time_s * peak * gpus),
-        bound=main_bound(operations, communication_s),
-        flops_per_step=sum(op.flops for op in operations),
-        operations=operations,
-        communication=communication,
-        notes=(*([note] if note else []), *link_notes(gpu, parallelism.world_size * gpus)),
-    )
+        for one in step.sent
+    ]
+    part = next(iter(stage_specs(spec, parallelism)))
+    group = [
+        replace(one, bytes=float(one.bytes), time_s=float(one.time_s))
+        for one in _group_sent(part, workload, parallelism, gpu)
+    ]
+    return (*own, *group)
 
 
 def training_speed_grid(
@@ -260,9 +287,9 @@ def training_speed_grid(
         at_stage = replace(parallelism, zero_stage=zero_stage)
         slowest: Any = 0.0
         for part in dict.fromkeys(stage_specs(spec, parallelism)):
-            taken = _step_times_s(part, workload, at_stage, gpu, peak, (world, b, s))
+            taken = _step_times_s(part, workload, at_stage, gpu, (world, b, s))
             slowest = np.maximum(slowest, taken)
-        times.append(slowest)
+        times.append(np.broadcast_to(slowest, np.broadcast_shapes(world.shape, b.shape, s.shape)))
     step_time_s = np.stack(times)
     rounds, gpus = workload.grad_accumulation, group_size(parallelism)
     return {
@@ -277,21 +304,15 @@ def _step_times_s(
     workload: TrainingWorkload,
     parallelism: Parallelism,
     gpu: Gpu,
-    peak: float,
     axes: tuple[Numbers, Numbers, Numbers],
 ) -> Any:
     """Return the step times of one GPU's part over world size x micro-batch x length."""
     world, b, s = axes
-    costs = _micro_batch_costs(part, workload, parallelism, b, s)
-    compute = sum(roofline_s(cost, peak, gpu.mem_bandwidth_bytes_s) for cost in costs)
-    sharers = world * parallelism.context_parallel
-    update = _update_cost(part, workload, parallelism.zero_stage, sharers)
-    sent = [
-        *step_collectives(part, workload, parallelism, gpu, world),
-        *group_collectives(part, workload, parallelism, gpu, b * s / parallelism.context_parallel),
-    ]
-    updated_s = roofline_s(update, peak, gpu.mem_bandwidth_bytes_s)
+    step = training_step(part, workload, parallelism, rates_of(gpu), axes=axes)
+    worked_s = step.step_time_s - step.phase_s("optimizer")
+    tokens = b * s / parallelism.context_parallel
+    sent = group_collectives(part, workload, parallelism, gpu, tokens)
+    rest = sum(collective.time_s for collective in sent)
     if workload.offload_optimizer:
-        updated_s = host_step(part, workload, world, gpu).time_s
-    rest = updated_s + sum(c.time_s for c in sent)
-    return compute * (1 + _bubble(parallelism, workload)) + rest
+        rest = rest + host_step(part, workload, world, gpu).time_s
+    return step.step_time_s + worked_s * _bubble(parallelism, workload) + rest

@@ -23,6 +23,7 @@ from app.commands.output import (
 )
 
 MEMORY_COLUMNS = (("component", "formula"), ("bytes",))
+SPEED_COLUMNS = (("operation", "bound"), ("time", "of the step"))
 SERVING_COLUMNS = (("quantity",), ("value",))
 
 
@@ -40,6 +41,8 @@ def plan_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     if prediction["serving"]:
         print_table(make_table("Serving", *SERVING_COLUMNS, serving_rows(prediction)))
     print_line(speed_sentence(prediction))
+    if prediction["throughput"]["phases_s"]:
+        print_speed(prediction["throughput"])
     for note in prediction["notes"]:
         print_line(f"Note: {note}")
 
@@ -86,6 +89,25 @@ def serving_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in prediction["serving"].items():
         sized = "bytes" in name and isinstance(value, int)
         yield name.replace("_", " "), format_bytes(value) if sized else str(value)
+
+
+def print_speed(throughput: Mapping[str, Any]) -> None:
+    """Print what a training step's time goes to, the longest first."""
+    from app.plan_words import speed_detail
+    from planner.units import format_seconds
+
+    step_time_s = throughput["step_time_s"]
+    rows = [
+        (
+            row["name"],
+            row["bound"],
+            format_seconds(row["time_s"]),
+            f"{row['time_s'] / step_time_s:.1%}",
+        )
+        for row in sorted(throughput["operations"], key=lambda row: -row["time_s"])
+    ]
+    print_table(make_table("Where the step goes", *SPEED_COLUMNS, rows))
+    print_line(speed_detail(throughput))
 
 
 def speed_sentence(prediction: Mapping[str, Any]) -> str:

@@ -112,20 +112,13 @@ def _attention(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
 
 
 def _timing(throughput: Mapping[str, Any]) -> None:
-    operations = [
-        *throughput["operations"],
-        *(
-            {"name": move["collective"], "time_s": move["time_s"], "bound": "interconnect"}
-            for move in throughput["communication"]
-        ),
-    ]
-    operations.sort(key=lambda operation: -operation["time_s"])
+    operations = sorted(throughput["operations"], key=lambda operation: -operation["time_s"])
     show_figure(
         timing_figure(operations),
         key="timing",
         title="Where the time of a step goes",
-        caption="Predicted by roofline: the larger of FLOPs over peak and bytes over bandwidth, "
-        "per GPU and step; collectives by their bytes over the link.",
+        caption=f"Per GPU and step, from {throughput['source']}. Collectives count with what "
+        "computing does not hide of them; host.waiting is the GPU waiting to be given work.",
         rows=[*throughput["operations"], *throughput["communication"]],
     )
 

@@ -9,6 +9,7 @@ import streamlit as st
 
 from app.charts.style import size_text, words
 from app.components.figure import metric_row
+from app.plan_words import speed_detail
 from app.state import DEFAULTS, values_of_plan
 from planner.error_history import Interval
 from planner.units import format_count, format_seconds
@@ -135,3 +136,5 @@ def show_speed(throughput: Mapping[str, Any]) -> None:
             help="Model FLOPs of the step over the peak FLOPs of the GPUs in its time.",
         )
         st.metric("Bound by", words(throughput["bound"]))
+    if throughput["phases_s"]:
+        st.caption(speed_detail(throughput))

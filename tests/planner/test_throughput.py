@@ -16,7 +16,7 @@ from planner.hardware import Gpu, custom_gpu, resolve_gpu
 from planner.operations import Cost
 from planner.presets import resolve_model
 from planner.throughput import (
-    LABEL,
+    CALIBRATED,
     Throughput,
     peak_flop_s,
     time_operations,
@@ -51,12 +51,36 @@ def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
 
 def test_the_step_is_the_sum_of_its_parts() -> None:
     result = speed(stage=3)
-    parts = sum(op.time_s for op in result.operations)
-    parts += sum(item.time_s for item in result.communication)
-    assert result.step_time_s == pytest.approx(parts)
+    assert result.step_time_s == pytest.approx(sum(op.time_s for op in result.operations))
     assert result.flops_per_step == pytest.approx(sum(op.flops for op in result.operations))
     assert result.tokens_per_s == pytest.approx(8 * 4096 / result.step_time_s)
     assert result.tokens_per_s_per_gpu * 8 == pytest.approx(result.tokens_per_s)
+    assert result.phases_s is not None
+    assert sum(result.phases_s.values()) == pytest.approx(result.step_time_s)
+    assert result.ideal_s is not None and result.ideal_s < result.step_time_s
+    assert "H200" in result.source
+
+
+def test_the_gpu_waits_for_a_host_that_is_slower() -> None:
+    small = TrainingWorkload(sequence_length=128)
+    result = training_throughput(GPT2, small, Parallelism(zero_stage=0, world_size=1), H200)
+    waiting = next(op for op in result.operations if op.name == "host.waiting")
+    assert (result.bound, waiting.bound) == ("host", "host")
+    assert result.host_s is not None and result.gpu_s is not None
+    assert waiting.time_s == pytest.approx(result.host_s - result.gpu_s)
+    assert result.step_time_s == pytest.approx(result.host_s)
+
+
+def test_computing_again_is_seen_in_the_hardware_utilisation_alone() -> None:
+    plain, again = speed(), speed(checkpointing=Checkpointing.FULL)
+    assert plain.hfu is not None and again.hfu is not None
+    recomputed = sum(op.flops for op in again.operations if op.name.startswith("recompute."))
+    assert again.flops_per_step == pytest.approx(plain.flops_per_step + recomputed)
+    # A forward of all layers: their products, 2 x 6.98e9 x 4096, and causal attention.
+    layers = LLAMA.parameters - 2 * 128256 * 4096 - 65 * 4096
+    attention = 32 * 4 * 4096 * (4096 * 4097 / 2)
+    assert recomputed == pytest.approx(2 * layers * 4096 + attention)
+    assert again.hfu > again.mfu
 
 
 def test_mfu_is_useful_flops_over_peak() -> None:
@@ -76,14 +100,6 @@ def test_what_bounds_the_step_moves_with_the_world() -> None:
     eager = replace(TrainingWorkload(), attention=Attention.EAGER, sequence_length=16384)
     parallelism = Parallelism(zero_stage=0, world_size=1)
     assert training_throughput(LLAMA, eager, parallelism, H200).bound == "hbm"
-
-
-def test_fp32_computes_at_the_plain_rate() -> None:
-    def mlp_s(precision: Precision) -> float:
-        operations = speed(precision=precision).operations
-        return next(op.time_s for op in operations if op.name == "forward.mlp")
-
-    assert mlp_s(Precision.FP32) / mlp_s(Precision.MIXED) == pytest.approx(989 / 67)
 
 
 def test_a_card_without_bf16_uses_its_fp32_rate_and_says_so() -> None:
@@ -107,7 +123,7 @@ def test_a_custom_card_without_any_usable_rate_is_refused() -> None:
 
 def test_the_json_form_is_plain_and_labelled() -> None:
     data = speed(stage=3, n=64, checkpointing=Checkpointing.FULL).to_dict()
-    assert data["label"] == LABEL == "formula, not calibrated"
+    assert data["label"] == CALIBRATED == "from measured curves"
     assert json.loads(json.dumps(data, allow_nan=False)) == json.loads(json.dumps(data))
     assert all(type(op["time_s"]) is float for op in data["operations"])
     assert {move["collective"] for move in data["communication"]} == {
@@ -193,14 +209,14 @@ def test_a_grid_gives_what_single_plans_give() -> None:
         assert grid["mfu"][place] == pytest.approx(single.mfu, rel=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    st.integers(1, 4096),
-    st.integers(1, 2**20),
+    st.integers(1, 2048),
+    st.integers(1, 2**19),
     st.sampled_from([Attention.EAGER, Attention.SDPA]),
     st.sampled_from(list(Precision)),
 )
-def test_more_rows_and_longer_rows_never_take_less_time(
+def test_twice_the_rows_or_the_length_never_take_less_time(
     b: int, s: int, attention: Attention, precision: Precision
 ) -> None:
     workload = TrainingWorkload(
@@ -211,8 +227,8 @@ def test_more_rows_and_longer_rows_never_take_less_time(
             training_throughput(spec, w, Parallelism(), H200).step_time_s
             for w in (
                 workload,
-                replace(workload, micro_batch=b + 1),
-                replace(workload, sequence_length=s + 1),
+                replace(workload, micro_batch=2 * b),
+                replace(workload, sequence_length=2 * s),
             )
         ]
-        assert times[0] <= min(times[1:])
+        assert times[0] <= min(times[1:]) * (1 + 1e-9)

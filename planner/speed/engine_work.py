@@ -1,0 +1,168 @@
+"""What an engine does on the GPU beside the model: gradients into their buffers, copies, the update.
+
+Bytes per parameter follow from the engines' code: `runners/zero` for ours; torch's
+`distributed/fsdp/_fully_shard` for FSDP2, which copies every parameter in and out of its gathers and
+into its reductions; `csrc/distributed/c10d/reducer.cpp` for DDP; DeepSpeed's `runtime/zero`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.memory.adapters import trained_groups
+from planner.model import ModelSpec
+from planner.operations import element_sizes, muon_flops, optimizer_cost
+from planner.speed.gpu_time import Part
+from planner.speed.rates import Rates
+from planner.speed.stream_kinds import stream_number
+from planner.workload import Engine, Optimizer, Precision, TrainingWorkload
+
+_FP32_BYTES = 4
+# DeepSpeed's step reads its gradients for overflow (2), casts them flat (6), sums their squares as
+# doubles (4 + 8 + 8) and multiplies them by the loss's scale (8): runtime/zero/stage_1_and_2.py and
+# stage3.py, step, with runtime/utils.py, get_grad_norm. Parameters are cast back (6).
+_DEEPSPEED_BYTES = 2 + 6 + 20 + 8 + 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """Parameters that are trained and all of them, layers and groups of them, ranks, bytes of one."""
+
+    trained: float
+    whole: float
+    groups: int
+    ranks: Any
+    element_bytes: int
+
+
+def trained_parameters(spec: ModelSpec, workload: TrainingWorkload, ranks: Any) -> Trained:
+    """Return what a plan trains, over `ranks` that share it."""
+    found = trained_groups(spec, workload)
+    whole = float(spec.parameters)
+    return Trained(
+        trained=float(found.trained.total()) if found else whole,
+        whole=whole,
+        groups=spec.num_layers + 2,
+        ranks=ranks,
+        element_bytes=2 if workload.precision in (Precision.MIXED, Precision.BF16) else 4,
+    )
+
+
+def _stream(rates: Rates, phase: str, name: str, kind: str, dtype: str, moved: Any, n: int) -> Part:
+    """`n` kernels that move `moved` bytes together."""
+    number = stream_number(kind, dtype)
+    time_s = n * rates.stream_s(number, moved / n)
+    return Part(phase, name, 0.0 * time_s, moved, float(n), time_s)
+
+
+def gradient_parts(
+    workload: TrainingWorkload, engine: Engine, stage: int, sizes: Trained, rates: Rates
+) -> list[Part]:
+    """Return what becomes of the gradients in the backwards of a step."""
+    rounds, numel, element = workload.grad_accumulation, sizes.trained, sizes.element_bytes
+    dtype, groups = "bf16" if element == 2 else "fp32", sizes.groups
+    tensors = 9 * groups
+
+    def stream(kind: str, moved: Any, n: int) -> Part:
+        return _stream(rates, "backward", "gradients", kind, dtype, moved, n)
+
+    if engine is Engine.PEAKMARK:
+        fills = rounds if stage >= 2 else 1
+        return [
+            stream("fill", fills * element * numel, fills * groups),
+            stream("add_in_place", rounds * 3 * element * numel, rounds * tensors),
+        ]
+    if engine is Engine.FSDP2:
+        reduced = _FP32_BYTES if workload.precision is Precision.MIXED else element
+        moved = (element + reduced) * numel
+        kind = "chunk_cat" if reduced != element else "foreach_copy"
+        return [stream(kind, rounds * moved, rounds * groups)]
+    if engine is Engine.DEEPSPEED:
+        return [
+            stream("copy", rounds * 2 * element * numel, rounds * tensors),
+            stream("cast_up", rounds * 6 * numel / sizes.ranks, rounds * groups),
+        ]
+    added = [stream("add_in_place", (rounds - 1) * 3 * element * numel, rounds * tensors)]
+    return [stream("copy", 2 * element * numel, tensors), *(added if rounds > 1 else [])]
+
+
+def gather_parts(
+    workload: TrainingWorkload, engine: Engine, stage: int, sizes: Trained, rates: Rates
+) -> list[Part]:
+    """Return the copies before and after gathers, forward and backward together."""
+    rounds, numel, element = workload.grad_accumulation, sizes.whole, sizes.element_bytes
+    is_mixed = workload.precision is Precision.MIXED
+    dtype, groups = "bf16" if element == 2 else "fp32", sizes.groups
+
+    def stream(phase: str, kind: str, moved: Any, n: int) -> Part:
+        return _stream(rates, phase, "gathers", kind, dtype, moved, n)
+
+    if engine is Engine.PEAKMARK and stage:
+        if not is_mixed:
+            return []
+        times = 1 if stage < 3 else rounds
+        own = [stream("forward", "cast_down", times * 6 * numel / sizes.ranks, times * groups)]
+        again = stream("backward", "cast_down", rounds * 6 * numel / sizes.ranks, rounds * groups)
+        return [*own, *([again] if stage == 3 else [])]
+    if engine is not Engine.FSDP2:
+        return []
+    phases = ("forward", "backward") if stage == 3 else ("forward",)
+    own_kind, own_bytes = ("foreach_cast", 6) if is_mixed else ("foreach_copy", 2 * element)
+    own, out = own_bytes * numel / sizes.ranks, 2 * element * numel
+    return [
+        stream(phase, kind, rounds * moved, rounds * groups)
+        for phase in phases
+        for kind, moved in ((own_kind, own), ("split_copy", out))
+    ]
+
+
+def update_parts(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    engine: Engine,
+    stage: int,
+    sizes: Trained,
+    rates: Rates,
+) -> list[Part]:
+    """Return the optimizer's update of what this rank holds, with the casts around it."""
+    local = sizes.trained / (sizes.ranks if stage else 1.0)
+    groups = sizes.groups
+    is_master = workload.precision is Precision.MIXED
+    state = "bf16" if workload.precision is Precision.BF16 else "fp32"
+    kind, update_bytes, kernels = _update(workload, local, groups)
+    parts = [_stream(rates, "optimizer", "update", kind, state, update_bytes, kernels)]
+    if is_master and engine is Engine.PEAKMARK:
+        parts.append(_stream(rates, "optimizer", "update", "cast_up", "bf16", 6 * local, groups))
+    if is_master and stage == 0:
+        parts.append(_stream(rates, "optimizer", "update", "cast_down", "fp32", 6 * local, groups))
+    if engine is Engine.DEEPSPEED:
+        moved = _DEEPSPEED_BYTES * local
+        parts.append(
+            _stream(rates, "optimizer", "update", "mixed_binary", "fp32", moved, 6 * groups)
+        )
+    if workload.max_grad_norm:
+        moved = 4.0 * sizes.element_bytes * local
+        parts.append(_stream(rates, "optimizer", "clipping", "foreach_add", state, moved, groups))
+    if workload.optimizer is Optimizer.MUON:
+        flops = muon_flops(spec)
+        time_s = flops / (0.6 * rates.peak_flop_s["bf16"])
+        parts.append(Part("optimizer", "update", flops, 0.0, float(5 * groups), time_s))
+    return parts
+
+
+def _update(workload: TrainingWorkload, local: Any, groups: int) -> tuple[str, Any, int]:
+    """(kind, bytes, kernels) of the update itself.
+
+    AdamW's points count parameter, gradient and two states read, and all but the gradient written.
+    Other optimizers are operations on whole tensors, one after another.
+    """
+    sizes = element_sizes(workload.precision)
+    if workload.optimizer in (Optimizer.ADAMW_FUSED, Optimizer.ADAMW_FOREACH):
+        fused = "adamw_fused" if workload.precision is Precision.BF16 else "adamw"
+        kind = fused if workload.optimizer is Optimizer.ADAMW_FUSED else "adamw_foreach"
+        return kind, 7.0 * sizes.state_bytes * local, groups
+    casts_bytes = 12.0 if workload.precision is Precision.MIXED else 0.0
+    each_bytes = float(optimizer_cost(workload, sizes, 1.0).bytes) - casts_bytes
+    kind = "foreach_add" if workload.optimizer is Optimizer.SGD else "binary"
+    return kind, each_bytes * local, 5 * groups

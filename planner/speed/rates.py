@@ -1,0 +1,288 @@
+"""How fast one kind of GPU is: times of operations, interpolated between measured points.
+
+Points come from `peakmark calibrate`. Where there are none, the vendor's sheet stands in, derated by
+what an H200 reaches of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.calibration import Curve
+from planner.speed.host import HostTable
+from planner.speed.stream_kinds import STREAM_KINDS, stand_ins, stream_number
+
+Floats = NDArray[np.float64]
+
+# Of two rates that bound an operation neither is reached where both come close: the root of the sum
+# of squares. What starts a kernel and ends it takes as long as the smallest kernel.
+_SMALLEST_KERNEL_S = 2e-6
+# Two layouts of a product are as far apart as a factor of 1.4 in one of its sizes; a point that is hit
+# exactly counts 400 times one at a factor of 2.
+_LAYOUT_DISTANCE, _NEAR_DISTANCE, _POWER = 0.25, 0.05, 2.0
+_LAYOUTS = ("nt", "nn", "tn", "tt")
+# Stream times are kept at powers of sqrt(2) bytes, from 256 bytes to 16 TiB.
+_FIRST_LOG2, _STEPS_PER_LOG2, _COLUMNS = 8, 2, 74
+# Rows of queries that one block of a fused attention kernel takes.
+_ATTENTION_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPoints:
+    """Measured products: log2 of (m, n, k), layout, and log of ideal over measured time."""
+
+    sizes: Floats
+    layouts: Floats
+    ratios: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPoints:
+    """Measured attention: log2 of (length, head size), and log of FLOPs per second."""
+
+    sizes: Floats
+    rates: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one kind of GPU takes for an operation; `source` says where its numbers are from."""
+
+    source: str
+    peak_flop_s: Mapping[str, float] = field(hash=False)
+    memory_bytes_s: float
+    multiprocessors: int
+    products: Mapping[tuple[str, str], ProductPoints] = field(hash=False)
+    streams: Floats = field(hash=False, repr=False)
+    attention: Mapping[str, AttentionPoints] = field(hash=False)
+    collectives: Mapping[str, tuple[Floats, Floats]] = field(hash=False)
+    network_share: float
+    gpus_per_node: int
+    host: HostTable = field(hash=False)
+
+    def product_s(
+        self, kind: str, dtype: str, layouts: Any, batch: Any, sizes: tuple[Any, Any, Any]
+    ) -> Any:
+        """Return the times of products [m, k] x [k, n], `batch` of them each.
+
+        `kind` is "mm", "bmm" or "grouped"; `layouts` are numbers of "nt", "nn", "tn" and "tt". All
+        arguments have the same shape, operations first.
+        """
+        m, n, k = sizes
+        element_bytes = 2 if dtype == "bf16" else 4
+        ideal_s = self._ideal_s(dtype, batch, sizes, element_bytes)
+        points = self.products.get((kind, dtype)) or self.products.get(("mm", dtype))
+        if points is None:
+            return ideal_s
+        rows = np.stack(np.broadcast_arrays(m, n, k), axis=-1)
+        return ideal_s / np.exp(_near_mean(points, np.log2(rows), layouts))
+
+    def _ideal_s(
+        self, dtype: str, batch: Any, sizes: tuple[Any, Any, Any], element_bytes: int
+    ) -> Any:
+        m, n, k = sizes
+        computed_s = 2.0 * batch * m * n * k / self.peak_flop_s[dtype]
+        moved_s = batch * (m * k + k * n + m * n) * element_bytes / self.memory_bytes_s
+        return _SMALLEST_KERNEL_S + np.hypot(computed_s, moved_s)
+
+    def stream_s(self, kinds: Any, size_bytes: Any) -> Any:
+        """Return the times of operations bound by memory, by the numbers of their kinds."""
+        place = (np.log2(np.maximum(size_bytes, 256.0)) - _FIRST_LOG2) * _STEPS_PER_LOG2
+        column = np.minimum(place.astype(np.int64), _COLUMNS - 2)
+        low = self.streams[kinds, column]
+        return np.exp(low + (self.streams[kinds, column + 1] - low) * (place - column))
+
+    def attention_s(self, kind: str, rows: Any, length: Any, head_dim: float, flops: Any) -> Any:
+        """Return the time of fused attention of `rows` x `length` queries and that many FLOPs.
+
+        `rows` are sequences times heads. Blocks of queries fill whole waves of multiprocessors.
+        """
+        points = self.attention.get(kind) or self.attention["attention_forward_sdpa"]
+        place = np.stack(np.broadcast_arrays(np.log2(length), np.log2(head_dim)), axis=-1)
+        distance = np.square(place[..., None, :] - points.sizes).sum(-1) + _NEAR_DISTANCE
+        weights = distance**-_POWER
+        rate = np.exp((weights * points.rates).sum(-1) / weights.sum(-1))
+        waves = np.ceil(length / _ATTENTION_ROWS) * rows / self.multiprocessors
+        return 2 * _SMALLEST_KERNEL_S + flops / rate * np.ceil(waves) / waves
+
+    def collective_s(self, operation: str, size_bytes: Any, ranks: Any) -> Any:
+        """Return the time of one collective over GPUs of a node; `size_bytes` of the full buffer.
+
+        A ring of N ranks moves (N - 1) / N of it: times were measured between two. Beyond a node the
+        network has `network_share` of the rate within it. A broadcast counts as a gather.
+        """
+        sizes, times = self.collectives.get(operation) or self.collectives["all_gather"]
+        several = np.maximum(np.asarray(ranks, dtype=np.float64), 2.0)
+        place = np.log(np.maximum(size_bytes * 2.0 * (several - 1) / several, 1.0))
+        inside = np.exp(np.interp(place, sizes, times)) * np.maximum(1.0, np.exp(place - sizes[-1]))
+        return inside / np.where(several > self.gpus_per_node, self.network_share, 1.0)
+
+    def alone_s(self, operation: str, size_bytes: Any, ranks: Any) -> Any:
+        """Return what a rank alone takes in the place of a collective: it fills its result."""
+        if operation == "all_gather":
+            return self.stream_s(stream_number("expanded_copy", "bf16"), size_bytes)
+        moved = {"reduce_scatter": 2.0 / np.asarray(ranks), "all_reduce": 2.0}.get(operation, 0.0)
+        return self.stream_s(stream_number("unary", "fp32"), moved * size_bytes)
+
+
+def _near_mean(points: ProductPoints, sizes: Any, layouts: Any) -> Any:
+    """Mean over all points, by the fourth power of distance in the log2 of the sizes."""
+    distance = np.square(sizes[..., None, :] - points.sizes).sum(-1) + _NEAR_DISTANCE
+    distance += _LAYOUT_DISTANCE * (np.asarray(layouts)[..., None] != points.layouts)
+    weights = distance**-_POWER
+    return (weights * points.ratios).sum(-1) / weights.sum(-1)
+
+
+def layout_number(layout: str) -> int:
+    """Return the number of a layout."""
+    return _LAYOUTS.index(layout)
+
+
+def rates_from_curves(
+    curves: Sequence[Curve],
+    *,
+    source: str,
+    peak_flop_s: Mapping[str, float],
+    memory_bytes_s: float,
+    multiprocessors: int,
+    network_share: float,
+    gpus_per_node: int,
+    host: HostTable,
+) -> Rates:
+    """Return the rates of a GPU from the points of its calibration."""
+    idle_s = _between_events_s(curves)
+    rates = Rates(
+        source=source,
+        peak_flop_s=peak_flop_s,
+        memory_bytes_s=memory_bytes_s,
+        multiprocessors=multiprocessors,
+        products={},
+        streams=_stream_table(curves, idle_s),
+        attention=_attention_points(curves, idle_s),
+        collectives=_collective_points(curves),
+        network_share=network_share,
+        gpus_per_node=gpus_per_node,
+        host=host,
+    )
+    products = _product_points(rates, curves, idle_s)
+    return _with_products(rates, products)
+
+
+def _with_products(rates: Rates, products: Mapping[tuple[str, str], ProductPoints]) -> Rates:
+    values = {name: getattr(rates, name) for name in Rates.__dataclass_fields__}
+    return Rates(**values | {"products": products})
+
+
+def _between_events_s(curves: Iterable[Curve]) -> float:
+    """What passes between two events besides the work; of the smallest kernel where not measured."""
+    found = {curve.operation: curve.time_s for curve in curves}
+    if "kernel_none" in found:
+        return found["kernel_none"]
+    return max(0.0, found.get("kernel_smallest", 0.0) - _SMALLEST_KERNEL_S)
+
+
+def _merged(curves: Iterable[Curve]) -> list[Curve]:
+    """One curve for each operation, dtype and shape: the mean of several runs."""
+    groups: dict[tuple[Any, ...], list[Curve]] = {}
+    for curve in curves:
+        groups.setdefault((curve.operation, curve.dtype, curve.shape), []).append(curve)
+    return [
+        Curve(**{**_fields(points[0]), "time_s": sum(p.time_s for p in points) / len(points)})
+        for points in groups.values()
+    ]
+
+
+def _fields(curve: Curve) -> dict[str, Any]:
+    return {name: getattr(curve, name) for name in Curve.__dataclass_fields__}
+
+
+_PRODUCTS = {"matmul": "mm", "bmm": "bmm", "grouped": "grouped"}
+
+
+def _product_points(
+    rates: Rates, curves: Iterable[Curve], idle_s: float
+) -> dict[tuple[str, str], ProductPoints]:
+    groups: dict[tuple[str, str], list[tuple[Curve, str]]] = {}
+    for curve in _merged(curves):
+        name, _, layout = curve.operation.partition("_")
+        if name in _PRODUCTS and curve.flops and "sustained" not in layout:
+            layout = "nn" if name == "grouped" else layout
+            groups.setdefault((_PRODUCTS[name], curve.dtype), []).append((curve, layout))
+    return {key: _points(rates, key, found, idle_s) for key, found in groups.items()}
+
+
+def _points(
+    rates: Rates, key: tuple[str, str], found: Sequence[tuple[Curve, str]], idle_s: float
+) -> ProductPoints:
+    kind, dtype = key
+    sizes = np.array([_sizes(kind, curve) for curve, _ in found], dtype=np.float64)
+    batch = np.array(
+        [curve.shape[3] if len(curve.shape) > 3 else 1 for curve, _ in found], dtype=np.float64
+    )
+    taken_s = np.array([max(curve.time_s - idle_s, _SMALLEST_KERNEL_S) for curve, _ in found])
+    m, n, k = sizes.T
+    ideal_s = rates._ideal_s(dtype, batch, (m, n, k), 2 if dtype == "bf16" else 4)
+    layouts = np.array([layout_number(layout) for _, layout in found], dtype=np.float64)
+    return ProductPoints(np.log2(sizes), layouts, np.log(ideal_s / taken_s))
+
+
+def _sizes(kind: str, curve: Curve) -> tuple[float, float, float]:
+    """(m, n, k) of one product; rows of a grouped one are those of a group."""
+    m, n, k = curve.shape[:3]
+    return (m / curve.shape[3] if kind == "grouped" else m, n, k)
+
+
+def _stream_table(curves: Iterable[Curve], idle_s: float) -> Floats:
+    """Log times by kind and size: interpolated, and beyond the points by their last rate.
+
+    In a step some operands lie in the cache, where the operation before left them, and some do not:
+    where a kind was measured with a warm cache too, the mean of both counts.
+    """
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for curve in _merged(curves):
+        time_s = max(curve.time_s - idle_s, _SMALLEST_KERNEL_S)
+        key = (curve.operation.removeprefix("kind_").removesuffix("_warm"), curve.dtype)
+        found.setdefault(key, {}).setdefault(float(curve.bytes), []).append(time_s)
+    sizes = 2.0 ** (_FIRST_LOG2 + np.arange(_COLUMNS) / _STEPS_PER_LOG2)
+    rows = []
+    for kind in STREAM_KINDS:
+        points = next(found[key] for key in stand_ins(*kind) if key in found)
+        at = np.array(sorted(points))
+        times = np.array([np.mean(points[size]) for size in sorted(points)])
+        row = np.interp(np.log(sizes), np.log(at), np.log(times))
+        rows.append(row + np.maximum(0.0, np.log(sizes / at[-1])))
+    return np.array(rows)
+
+
+def _attention_points(curves: Iterable[Curve], idle_s: float) -> dict[str, AttentionPoints]:
+    groups: dict[str, list[Curve]] = {}
+    for curve in _merged(curves):
+        if curve.operation.startswith("attention_"):
+            groups.setdefault(curve.operation, []).append(curve)
+    points = {}
+    for name, found in groups.items():
+        sizes = np.log2([(curve.shape[3], curve.shape[4]) for curve in found])
+        # Under a mask every pair is computed; the points count a causal half of them.
+        pairs = 2.0 if name.endswith("_masked") else 1.0
+        rates = np.log([pairs * curve.flops / (curve.time_s - idle_s) for curve in found])
+        points[name] = AttentionPoints(sizes, rates)
+    return points
+
+
+def _collective_points(curves: Iterable[Curve]) -> dict[str, tuple[Floats, Floats]]:
+    groups: dict[str, list[Curve]] = {}
+    for curve in _merged(curves):
+        if curve.operation in ("all_reduce", "all_gather", "reduce_scatter"):
+            groups.setdefault(curve.operation, []).append(curve)
+    return {
+        name: (
+            np.log([float(curve.bytes) for curve in found]),
+            np.log([curve.time_s for curve in found]),
+        )
+        for name, found in groups.items()
+    }

@@ -1,0 +1,210 @@
+"""One training step on one GPU: what the GPU, the host and the links take, and what of it is seen.
+
+The GPU runs its kernels one after another while the host starts later ones, so that a step takes the
+longer of both. Collectives run beside the computation: seen of them is what is longer than that, what
+their kernels take from it, and the last one of a phase, which nothing is left to hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from planner.memory.kinds import layer_kinds
+from planner.model import ModelSpec
+from planner.payloads import step_payloads
+from planner.rank import RankSpec
+from planner.speed.engine_work import (
+    gather_parts,
+    gradient_parts,
+    trained_parameters,
+    update_parts,
+)
+from planner.speed.gpu_time import Part, micro_batch_parts
+from planner.speed.host import HostTime, host_time
+from planner.speed.rates import Rates
+from planner.speed.traced import traced_parts
+from planner.workload import Engine, Parallelism, TrainingWorkload
+
+PHASES = ("forward", "backward", "optimizer")
+# NCCL's kernels take multiprocessors from what computes beside them: 24 channels of an H200's 132.
+_CONTENTION = 24 / 132
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One kind of collective of a step: bytes of the full buffers, calls, time, and in which phases."""
+
+    collective: str
+    bytes: Any
+    calls: Any
+    time_s: Any
+    shares: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The times of a step; `gpu_s` and `host_s` hold the phases', `exposed_s` is part of `gpu_s`."""
+
+    gpu_s: Mapping[str, Any]
+    host_s: Mapping[str, Any]
+    exposed_s: Mapping[str, Any]
+    parts: tuple[Part, ...]
+    sent: tuple[Sent, ...]
+
+    @property
+    def gpu_step_s(self) -> Any:
+        """The GPU's time, exposed collectives with it."""
+        return sum(self.gpu_s.values())
+
+    @property
+    def host_step_s(self) -> Any:
+        """The host's time."""
+        return sum(self.host_s.values())
+
+    @property
+    def step_time_s(self) -> Any:
+        """The longer of both."""
+        return np.maximum(self.gpu_step_s, self.host_step_s)
+
+    def phase_s(self, name: str) -> Any:
+        """The time of a phase: the host's where the step waits for it, else the GPU's."""
+        return np.where(self.host_step_s > self.gpu_step_s, self.host_s[name], self.gpu_s[name])
+
+
+def training_step(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    rates: Rates,
+    *,
+    alone: bool = False,
+    axes: tuple[Any, Any, Any] | None = None,
+) -> Step:
+    """Return the times of one step on a GPU that holds `spec`, the model or its part of one.
+
+    `alone`: one rank without the others, which fills what it would receive. `axes` are arrays of
+    world sizes, rows and tokens in the place of the plan's.
+    """
+    own = (parallelism.world_size, workload.micro_batch, workload.sequence_length)
+    ranks, b, s = own if axes is None else axes
+    context = parallelism.context_parallel
+    sharers = np.asarray(ranks) * context
+    engine, stage = parallelism.engine, parallelism.zero_stage
+    rounds = workload.grad_accumulation
+    parts = _micro_batch(spec, workload, rates, b / context, s * 1.0)
+    every = [_times(part, rounds) for part in parts]
+    sizes = trained_parameters(spec, workload, sharers * 1.0)
+    every += gradient_parts(workload, engine, stage, sizes, rates)
+    every += gather_parts(workload, engine, stage, sizes, rates)
+    if not workload.offload_optimizer:
+        every += update_parts(spec, workload, engine, stage, sizes, rates)
+    sent = _sent(spec, workload, engine, stage, sharers, rates, alone)
+    busy_s = {name: sum(p.time_s for p in every if p.shown_phase == name) for name in PHASES}
+    exposed_s = {name: _exposed_s(busy_s[name], _in_phase(sent, name), alone) for name in PHASES}
+    launches = {
+        name: sum(part.launches for part in parts if part.phase == name)
+        for name in ("forward", "backward", "recompute")
+    }
+    started = host_time(rates.host, spec, workload, parallelism, launches)
+    return Step(
+        gpu_s={name: busy_s[name] + exposed_s[name] for name in PHASES},
+        host_s=_by_phase(started),
+        exposed_s=exposed_s,
+        parts=tuple(every),
+        sent=tuple(sent),
+    )
+
+
+def _micro_batch(
+    spec: ModelSpec, workload: TrainingWorkload, rates: Rates, b: Any, s: Any
+) -> list[Part]:
+    if spec.trace is not None:
+        return traced_parts(spec, workload, rates, b, s)
+    longest = int(np.max(s))
+    kinds = layer_kinds(spec, workload, longest)
+    found = micro_batch_parts(spec, workload, kinds, rates, b, s)
+    if not isinstance(spec, RankSpec):
+        return found
+    return [part for part in found if part.section is None or spec.runs(part.section)]
+
+
+def _times(part: Part, rounds: int) -> Part:
+    if rounds == 1:
+        return part
+    return replace(
+        part,
+        flops=part.flops * rounds,
+        bytes=part.bytes * rounds,
+        launches=part.launches * rounds,
+        time_s=part.time_s * rounds,
+    )
+
+
+def _by_phase(host: HostTime) -> dict[str, Any]:
+    return {
+        "forward": host.forward_s,
+        "backward": host.backward_s,
+        "optimizer": host.optimizer_s,
+    }
+
+
+def _in_phase(sent: Iterable[Sent], phase: str) -> list[tuple[Any, Any]]:
+    """(time, calls) of what is sent in a phase."""
+    return [
+        (one.time_s * one.shares[phase], one.calls * one.shares[phase])
+        for one in sent
+        if phase in one.shares
+    ]
+
+
+def _exposed_s(busy_s: Any, sent: list[tuple[Any, Any]], alone: bool) -> Any:
+    """What a phase takes longer for its collectives than its kernels alone.
+
+    A rank alone computes what it fills: all of it counts.
+    """
+    total_s = sum(time_s for time_s, _ in sent)
+    if alone or not sent:
+        return total_s
+    last_s = sum(time_s / np.maximum(1.0, calls) for time_s, calls in sent)
+    return np.maximum(_CONTENTION * total_s, total_s - busy_s) + last_s
+
+
+def _sent(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    engine: Engine,
+    stage: int,
+    ranks: Any,
+    rates: Rates,
+    alone: bool,
+) -> list[Sent]:
+    several = ranks if np.ndim(ranks) else int(ranks)
+    if np.ndim(ranks) == 0 and several == 1:
+        return []
+    found = []
+    for name, size_bytes, calls in step_payloads(spec, workload, engine, stage, several):
+        each = np.maximum(calls, 1)
+        one_s = (rates.alone_s if alone else rates.collective_s)(name, size_bytes / each, ranks)
+        found.append(
+            Sent(
+                collective=name,
+                bytes=size_bytes,
+                calls=calls,
+                time_s=np.where(np.asarray(ranks) > 1, calls * one_s, 0.0),
+                shares=_shares(name, engine, stage),
+            )
+        )
+    return found
+
+
+def _shares(name: str, engine: Engine, stage: int) -> dict[str, float]:
+    """In which phases an engine's collective runs, and how much of it."""
+    if name in ("reduce_scatter", "all_reduce"):
+        return {"backward": 1.0}
+    if name == "broadcast" or (engine is Engine.DEEPSPEED and stage < 3):
+        return {"optimizer": 1.0}
+    return {"forward": 0.5, "backward": 0.5} if stage == 3 else {"forward": 1.0}

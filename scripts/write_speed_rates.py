@@ -1,0 +1,180 @@
+"""Write planner/speed/h200.json from rows of `peakmark calibrate`: `python scripts/write_speed_rates.py FILE ...`
+
+Each file holds JSON lines: recorded calibrations, single curves or single rows of the host.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from planner.memory.kinds import layer_kinds
+from planner.speed.operation_lists import operation_list
+from planner.workload import TrainingWorkload
+from runners.jobs.calibrate_host import HostCase
+
+TARGET = Path("planner/speed/h200.json")
+SOURCE = "curves measured on an NVIDIA H200 (torch 2.11, CUDA 13.0)"
+# How much slower the hosts of recorded steps were than the idle one that was calibrated: the median of
+# measured over predicted time of these sixteen steps that wait for their host. They are the first by id
+# of 80, and no evidence for times.
+PACE = 1.443
+PACE_ROWS = (
+    *("011fb2f372f6d89c", "0208d9ca18387af7", "079305cf2d8a13c3", "12b2eef233adad05"),
+    *("14c848ecb25b6233", "1a0ab212274e83dc", "1be1718f63fb17dd", "1d7df19858e31938"),
+    *("23743b6561a51a21", "243818af370d88bf", "2528cdcf83b22c6c", "27b3a52f998dfa90"),
+    *("2955c424a4741195", "2b4225a8890289fe", "3aae6610b8b5813c", "3f48ecd893adbcf2"),
+)
+_FORWARD, _BACKWARD, _RECOMPUTE = range(3)
+
+
+def read(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the curves and the rows of the host that the files hold."""
+    curves: list[dict[str, Any]] = []
+    host: list[dict[str, Any]] = []
+    for path in paths:
+        for line in path.read_text().splitlines():
+            data = json.loads(line)
+            measured = data.get("measured", data)
+            curves += measured.get("curves", [data] if "operation" in data else [])
+            host += measured.get("host", [data] if "family" in data else [])
+    return curves, [row for row in host if "depths" in row]
+
+
+class Measured:
+    """One case of the host: seconds and kernels of its deeper model's step."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.case = HostCase(**{k: v for k, v in row.items() if k != "depths"})
+        deep = row["depths"][-1]
+        self.layers = int(deep["layers"])
+        phases = ("forward", "backward", "optimizer")
+        self.seconds = tuple(deep[f"{name}_s"] for name in phases)
+        shallow = row["depths"][0]
+        before = shallow["layers"] / (self.layers - shallow["layers"])
+        # What a step takes besides its layers: what the line through both depths says of none.
+        self.rest_s = tuple(
+            shallow[f"{name}_s"] - before * (deep[f"{name}_s"] - shallow[f"{name}_s"])
+            for name in phases
+        )
+        plan = self.case.plan(self.layers)
+        assert isinstance(plan.workload, TrainingWorkload)
+        kinds = layer_kinds(plan.model, plan.workload)
+        self.launches = operation_list(plan.model, plan.workload, kinds).launches
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether neither an engine nor checkpointing adds anything."""
+        case = self.case
+        return case.engine == "peakmark" and not case.stage and case.checkpointing == "none"
+
+
+def host_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the JSON form of `planner.speed.host.HostTable`."""
+    every = [Measured(row) for row in rows]
+    plain = [one for one in every if one.is_plain and one.case.precision != "mixed"]
+    step_s = [median(one.rest_s[i] for one in plain) for i in (_FORWARD, _BACKWARD)]
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in plain:
+        pair = tuple(
+            max(0.0, one.seconds[i] - step_s[i]) / one.launches[i] for i in (_FORWARD, _BACKWARD)
+        )
+        families[one.case.family].append(pair)
+        families[""].append(pair)
+    kernel_s = _kernel_s(families)
+    updates = {
+        one.case.optimizer: one.seconds[2] / one.layers
+        for one in plain
+        if one.case.optimizer != "adamw_fused"
+    }
+    extra, engine_updates = _engines(every)
+    extra["checkpoint"] = _checkpoint(every)
+    return {
+        "kernel_s": kernel_s,
+        "step_s": step_s,
+        "extra_kernels": extra,
+        "update_s": updates | engine_updates,
+        "pace": PACE,
+        "pace_rows": PACE_ROWS,
+    }
+
+
+def _kernel_s(families: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[float]]:
+    """Medians by family, drawn to that of all, which counts as two more points: the host is noisy."""
+    every = [median(pair[i] for pair in families[""]) for i in range(2)]
+    found = {"": every}
+    for name, pairs in families.items():
+        own, n = [median(pair[i] for pair in pairs) for i in range(2)], len(pairs)
+        drawn = [exp((n * log(o) + 2 * log(a)) / (n + 2)) for o, a in zip(own, every, strict=True)]
+        found.setdefault(name, drawn)
+    return found
+
+
+def _beside(every: Sequence[Measured], case: HostCase) -> Measured:
+    """The plain step of the same family and precision that was measured last before an engine's."""
+    found = [
+        one
+        for one in every
+        if one.is_plain
+        and (one.case.family, one.case.precision) == (case.family, case.precision)
+        and (one.case.attention, one.case.optimizer, one.case.adapters)
+        == (case.attention, case.optimizer, case.adapters)
+    ]
+    return found[-1]
+
+
+def _engines(every: Sequence[Measured]) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """What engines add in kernels of a layer, told by the plain step beside; their updates."""
+    extra, updates = {}, {}
+    for one in every:
+        case = one.case
+        if one.is_plain or case.checkpointing != "none":
+            continue
+        base = _beside(every, case)
+        added = [
+            max(0.0, (one.seconds[i] / base.seconds[i] - 1) * base.launches[i] / base.layers)
+            for i in (_FORWARD, _BACKWARD)
+        ]
+        extra[f"{case.engine}/{case.stage}"] = added
+        slower = base.seconds[0] / base.launches[0] / _usual_s(every, case.family)
+        updates[f"{case.engine}/{case.stage}"] = one.seconds[2] / one.layers / slower
+    usual = median(one.seconds[2] / one.layers for one in every if one.is_plain)
+    return extra, {"peakmark/0": usual, **updates}
+
+
+def _usual_s(every: Sequence[Measured], family: str) -> float:
+    mine = [one for one in every if one.is_plain and one.case.family == family]
+    return float(median(one.seconds[0] / one.launches[0] for one in mine))
+
+
+def _checkpoint(every: Sequence[Measured]) -> list[float]:
+    """What a checkpointed layer adds beside the kernels of its forward: the median of all cases."""
+    forward, backward = [], []
+    for one in every:
+        case = one.case
+        if case.checkpointing == "none" or case.stage:
+            continue
+        base = _beside(every, HostCase(family=case.family, precision=case.precision))
+        forward_s = base.seconds[0] / base.launches[_FORWARD]
+        backward_s = base.seconds[1] / base.launches[_BACKWARD]
+        forward.append((one.seconds[0] - base.seconds[0]) / forward_s / one.layers)
+        again_s = one.seconds[1] - base.seconds[1] - one.launches[_RECOMPUTE] * forward_s
+        backward.append(again_s / backward_s / one.layers)
+    return [max(0.0, median(values)) for values in (forward, backward)]
+
+
+def main(paths: Sequence[str]) -> None:
+    """Write the file."""
+    curves, host = read(map(Path, paths))
+    data = {"source": SOURCE, "curves": curves, "host": host_table(host), "host_rows": host}
+    TARGET.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

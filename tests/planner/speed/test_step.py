@@ -1,0 +1,194 @@
+"""The parts of a step: kernels as the models run them, the engines' bytes, the host, what is hidden."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from planner.hardware import resolve_gpu
+from planner.memory.kinds import layer_kinds
+from planner.model import ModelSpec
+from planner.presets import resolve_model
+from planner.speed.calibrated import rates_of, rows_used
+from planner.speed.engine_work import (
+    gather_parts,
+    gradient_parts,
+    trained_parameters,
+    update_parts,
+)
+from planner.speed.gpu_time import Part, micro_batch_parts
+from planner.speed.host import HostTable, host_time
+from planner.speed.operation_lists import operation_list
+from planner.speed.step import _exposed_s, training_step
+from planner.workload import (
+    Attention,
+    Checkpointing,
+    Engine,
+    Parallelism,
+    Precision,
+    TrainingWorkload,
+)
+
+LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
+RATES = rates_of(resolve_gpu("h200"))
+P = 8_030_261_248
+
+
+def parts(spec: ModelSpec = LLAMA, b: float = 1.0, **values: Any) -> list[Part]:
+    workload = TrainingWorkload(**values)
+    kinds = layer_kinds(spec, workload)
+    return micro_batch_parts(spec, workload, kinds, RATES, b, float(workload.sequence_length))
+
+
+def total(found: list[Part], field: str, name: str, phase: str | None = None) -> float:
+    return sum(
+        float(getattr(part, field))
+        for part in found
+        if part.name == name and phase in (None, part.phase)
+    )
+
+
+def test_products_and_attention_compute_what_a_hand_counts() -> None:
+    found = parts()
+    # q and o 4096 x 4096, k and v 4096 x 1024, three products of the MLP with 14336.
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert total(found, "flops", "products", "forward") == 2 * 4096 * 32 * layer
+    assert total(found, "flops", "products", "backward") == 2 * 2 * 4096 * 32 * layer
+    assert total(found, "flops", "head", "forward") == 2 * 4096 * 4096 * 128256
+    causal = 32 * 4 * 4096 * (4096 * 4097 / 2)
+    assert total(found, "flops", "attention", "forward") == causal
+    assert total(found, "flops", "attention", "backward") == 2.5 * causal
+
+
+def test_kernels_of_a_layer_are_those_that_transformers_starts() -> None:
+    workload = TrainingWorkload()
+    found = operation_list(LLAMA, workload, ("plain",) * 32)
+    deeper = operation_list(LLAMA, workload, ("plain",) * 33)
+    # Two RMS norms of eight, seven products, rotary positions of five for queries and keys each,
+    # attention, two residual sums, the activation and its product: 16 + 7 + 10 + 1 + 2 + 2.
+    assert deeper.launches[0] - found.launches[0] == 38
+    assert found.attention == {
+        (0, "attention_forward", False): 32,
+        (1, "attention_backward", False): 32,
+    }
+
+
+def test_grouped_heads_are_copied_to_all_only_where_they_are_grouped() -> None:
+    grouped = parts(attention=Attention.EAGER)
+    spec = replace(LLAMA, num_kv_heads=32)
+    alone = parts(spec, attention=Attention.EAGER)
+    launches = [total(found, "launches", "elementwise", "forward") for found in (grouped, alone)]
+    assert launches[0] - launches[1] == 2 * 32  # keys and values of every layer
+
+
+def test_a_checkpointed_layer_runs_its_forward_again() -> None:
+    plain, again = parts(), parts(checkpointing=Checkpointing.FULL)
+    for name in ("products", "attention"):
+        once = total(plain, "flops", name, "forward")
+        assert total(again, "flops", name, "recompute") == once
+    assert total(again, "flops", "head", "recompute") == 0
+
+
+def test_a_grid_of_shapes_gives_what_single_ones_give() -> None:
+    workload = TrainingWorkload()
+    kinds = layer_kinds(LLAMA, workload)
+    b, s = np.array([[1.0], [3.0]]), np.array([512.0, 4096.0])
+    grid = micro_batch_parts(LLAMA, workload, kinds, RATES, b, s)
+    for i, j in np.ndindex(2, 2):
+        single = micro_batch_parts(LLAMA, workload, kinds, RATES, b[i, 0], s[j])
+        for one, many in zip(single, grid, strict=True):
+            assert float(one.time_s) == pytest.approx(float(many.time_s[i, j]), rel=1e-12)
+
+
+def _bytes(found: list[Part]) -> float:
+    return sum(float(part.bytes) for part in found)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "per_parameter"),
+    [
+        # Zeros written, then read, added to what is there and written, in bf16.
+        (Engine.PEAKMARK, 0, 2 + 6),
+        (Engine.PEAKMARK, 2, 2 + 6),
+        # Cast into the buffer of the reduction: read in bf16, written in fp32.
+        (Engine.FSDP2, 3, 6),
+    ],
+)
+def test_gradients_move_the_bytes_of_their_engines_code(
+    engine: Engine, stage: int, per_parameter: int
+) -> None:
+    workload = TrainingWorkload()
+    sizes = trained_parameters(LLAMA, workload, 8.0)
+    assert _bytes(gradient_parts(workload, engine, stage, sizes, RATES)) == per_parameter * P
+
+
+def test_gathers_move_the_bytes_of_their_engines_code() -> None:
+    workload = TrainingWorkload()
+    sizes = trained_parameters(LLAMA, workload, 8.0)
+    # Ours casts its part of the fp32 master, twice at stage 3; FSDP2 does and copies all of it out.
+    assert _bytes(gather_parts(workload, Engine.PEAKMARK, 1, sizes, RATES)) == 6 * P / 8
+    assert _bytes(gather_parts(workload, Engine.PEAKMARK, 3, sizes, RATES)) == 2 * 6 * P / 8
+    assert _bytes(gather_parts(workload, Engine.FSDP2, 3, sizes, RATES)) == 2 * (6 * P / 8 + 4 * P)
+    assert gather_parts(workload, Engine.DDP, 0, sizes, RATES) == []
+
+
+def test_the_update_moves_its_states_and_the_casts_around_it() -> None:
+    def moved(engine: Engine, stage: int, precision: Precision) -> float:
+        workload = TrainingWorkload(precision=precision)
+        sizes = trained_parameters(LLAMA, workload, 8.0)
+        return _bytes(update_parts(LLAMA, workload, engine, stage, sizes, RATES))
+
+    # Parameter, gradient and two moments read, three written: 7 x 4 bytes; the gradient cast up 6,
+    # the parameter cast down 6 where the master is no shard that a gather casts.
+    assert moved(Engine.PEAKMARK, 0, Precision.MIXED) == (28 + 6 + 6) * P
+    assert moved(Engine.PEAKMARK, 1, Precision.MIXED) == (28 + 6) * P / 8
+    assert moved(Engine.FSDP2, 3, Precision.MIXED) == 28 * P / 8
+    assert moved(Engine.DDP, 0, Precision.BF16) == 14 * P
+
+
+def test_the_host_takes_its_time_for_every_kernel_and_what_an_engine_adds() -> None:
+    table = HostTable(
+        kernel_s={"llama": (2e-5, 1e-5), "": (9.0, 9.0)},
+        step_s=(1e-3, 2e-3),
+        extra_kernels={"fsdp2/3": (10.0, 20.0), "checkpoint": (5.0, 7.0)},
+        update_s={"peakmark/0": 1e-4, "fsdp2/3": 3e-4, "muon": 1.0},
+        pace=2.0,
+    )
+    launches = {"forward": 1000.0, "backward": 2000.0, "recompute": 900.0}
+    workload = TrainingWorkload(checkpointing=Checkpointing.FULL, grad_accumulation=3)
+    found = host_time(
+        table, LLAMA, workload, Parallelism(engine=Engine.FSDP2, zero_stage=3), launches
+    )
+    assert found.forward_s == pytest.approx(2 * 3 * ((1000 + 32 * (10 + 5)) * 2e-5 + 1e-3))
+    again = 900 * 2e-5
+    assert found.backward_s == pytest.approx(2 * 3 * ((2000 + 32 * (20 + 7)) * 1e-5 + again + 2e-3))
+    assert found.optimizer_s == pytest.approx(2 * 32 * 3e-4)
+
+
+def test_what_is_sent_is_hidden_behind_what_is_computed() -> None:
+    # Ten calls of 10 ms behind a second of work: their kernels' share of it, and the last one.
+    hidden = _exposed_s(1.0, [(0.1, 10)], alone=False)
+    assert float(hidden) == pytest.approx(0.1 * 24 / 132 + 0.01)
+    # Behind half a second a whole second cannot hide.
+    longer = _exposed_s(0.5, [(1.0, 10)], alone=False)
+    assert float(longer) == pytest.approx(0.5 + 0.1)
+    assert _exposed_s(0.5, [(1.0, 10)], alone=True) == 1.0
+    assert _exposed_s(0.5, [], alone=False) == 0
+
+
+def test_the_step_is_the_longer_of_gpu_and_host() -> None:
+    step = training_step(LLAMA, TrainingWorkload(), Parallelism(), RATES)
+    assert step.step_time_s == max(step.gpu_step_s, step.host_step_s)
+    alone = Parallelism(zero_stage=0, world_size=1)
+    gpt2, short = resolve_model("gpt2"), TrainingWorkload(sequence_length=64)
+    small = training_step(gpt2, short, alone, RATES)
+    assert float(small.step_time_s) == pytest.approx(small.host_step_s)
+    phases = sum(float(small.phase_s(name)) for name in ("forward", "backward", "optimizer"))
+    assert phases == pytest.approx(float(small.step_time_s))
+
+
+def test_rows_that_set_a_constant_are_named() -> None:
+    assert len(rows_used()) == 16
