@@ -196,6 +196,7 @@ class _Monomials:
         self.numbers: dict[str, int] = {}
 
     def number(self, monomial: str) -> int:
+        """Return the number of a monomial, new or known."""
         return self.numbers.setdefault(monomial, len(self.numbers))
 
 
