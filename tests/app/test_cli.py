@@ -69,7 +69,7 @@ def test_plan_json_holds_what_programs_read(run: Run) -> None:
     assert memory["ledger"]
     assert sum(part["bytes"] for part in memory["components"]) == memory["allocated_bytes"]
     assert answer["verdict"]["state"] in {"fits", "tight", "does_not_fit"}
-    assert answer["throughput"]["label"] == "formula, not calibrated"
+    assert answer["throughput"]["label"] == "from measured curves"
 
 
 def test_plan_in_words_names_verdict_peak_and_components(run: Run) -> None:
