@@ -47,6 +47,8 @@ _COMPONENT_OF: Mapping[str, str] = {
     "flat gradient": "gradients",
     "workspace": "workspace",
     "tokens": "activations",
+    "positions": "activations",
+    "tile list": "attention",
     "cast": "temporary",
     "temporary": "temporary",
     "collective": "temporary",

@@ -82,8 +82,12 @@ def _section(part: str, section: str, base: Rows, donor: Rows, with_loss: Rows) 
         return _with_components(base, with_loss)
     if _without_loss(donor) != _without_loss(with_loss):
         raise ValueError(f"the loss changes {section}")
-    of_loss = [row for row in with_loss if _is_of_loss(row)]
-    return [*_without_loss(base), *of_loss]
+    # What is released of the loss comes where as many rows are behind it as with the donor's layers.
+    backwards = _without_loss(base)[::-1]
+    for behind, row in enumerate(reversed(with_loss)):
+        if _is_of_loss(row):
+            backwards.insert(behind, row)
+    return backwards[::-1]
 
 
 def _is_of_loss(row: list[Any]) -> bool:

@@ -41,7 +41,11 @@ _PRODUCT_FLOPS: dict[Any, Callable[..., int]] = {
     _aten.baddbmm.default: lambda bias, left, right: _matrix_flops(left, right),
 }
 _FUSED = torch.ops.peakmark_trace.attention_forward.default
-_MAKES_NOTHING = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided")
+# Grouped products are counted by themselves (`count_grouped`).
+_MAKES_NOTHING = (
+    *("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"),
+    "peakmark_trace::grouped_forward",
+)
 
 
 class OwnTape(Tape):

@@ -54,7 +54,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _attention_backward(ctx: Any, *grads: torch.Tensor) -> Any:
-    q, k, v, _, _, logsumexp = ctx.saved_tensors
+    q, k, v, *_, logsumexp = ctx.saved_tensors
     delta = torch.empty_like(logsumexp)  # row sums of dO * O, alive during the backward
     grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
     del delta
@@ -195,10 +195,12 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _, weights, _ = ctx.saved_tensors
+        # As in autograd's own function, the weights' gradient comes first, and all that was saved is
+        # alive until both are there: under a checkpoint nothing else holds the rows.
+        saved = ctx.saved_tensors
         trains_rows, trains_weights, _ = ctx.needs_input_grad
-        rows = ctx.empty_rows() if trains_rows else None
-        return rows, torch.empty_like(weights) if trains_weights else None, None
+        weights = torch.empty_like(saved[1]) if trains_weights else None
+        return ctx.empty_rows() if trains_rows else None, weights, None
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

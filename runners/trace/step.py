@@ -49,7 +49,7 @@ def collected_on_demand() -> Iterator[None]:
 def _traced_events(variant: Variant, pattern: Pattern, gradients_exist: bool) -> list[Event]:
     tokens, autocasts = (variant.batch, PRIMES["seq"]), variant.compute == "autocast"
     model, is_packed = build_model(variant, pattern), variant.is_packed
-    tape = Tape(variant.sums_in_place)
+    tape = Tape()
     return record_step(model, tape, tokens, autocasts, gradients_exist, is_packed)
 
 

@@ -43,13 +43,12 @@ class Event:
 class Tape(TorchDispatchMode):
     """Watches operations on fake tensors; `place` and `module` are set from outside.
 
-    Storages passed to `ignore` (parameters, buffers, inputs) are never counted. `sums_in_place`:
-    gradients are added as autograd does it where nothing watches (`sums_in_place`).
+    Storages passed to `ignore` (parameters, buffers, inputs) are never counted. Gradients are added
+    as autograd does it where nothing watches (`sums_in_place`).
     """
 
-    def __init__(self, sums_in_place: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sums_in_place = sums_in_place
         self.place = Place("embed")
         self.module = ""
         self.events: list[Event] = []
@@ -76,7 +75,7 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         is_sum = func is torch.ops.aten.add.Tensor and self.place.in_backward
-        if self._sums_in_place and is_sum and sums_in_place(*args, **(kwargs or {})):
+        if is_sum and sums_in_place(*args, **(kwargs or {})):
             return args[0]
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

@@ -31,8 +31,14 @@ OTHER_LOSSES = ("chunked", "fused_linear")
 # Families traced with 4-bit weights below adapters, and with rows of several documents.
 FOUR_BIT = ("llama", "mistral", "qwen2", "qwen3")
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
-# Families traced again since, but for the slow traces under autocast.
-SUMS_IN_PLACE = ("llama",)
+# Families whose stored traces are older than the rules by which the tape adds gradients
+# (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`): without
+# autocast, and under it, where a trace takes the longest.
+OUTDATED = (
+    *("phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "falcon"),
+    *("gpt_oss", "deepseek_v2", "deepseek_v3"),
+)
+OUTDATED_UNDER_AUTOCAST = tuple(family for family in FAMILIES if family != "qwen2")
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
 COMPUTES = ("bf16", "fp32", "autocast")
@@ -76,12 +82,10 @@ class Variant:
         return "_packed" in self.attention
 
     @property
-    def sums_in_place(self) -> bool:
-        """Whether the tape adds gradients in place as autograd does (`tape.sums_in_place`).
-
-        In what was traced before it could, every sum of two gradients is a new tensor.
-        """
-        return self.family in SUMS_IN_PLACE and self.compute != "autocast"
+    def is_outdated(self) -> bool:
+        """Whether the stored template is older than today's rules, so that a trace may differ."""
+        of_compute = OUTDATED_UNDER_AUTOCAST if self.compute == "autocast" else OUTDATED
+        return self.family in of_compute
 
     @property
     def batch(self) -> int:

@@ -105,6 +105,8 @@ ADAPTERS = 4 * 8 * (4 * (1024 + 1024) + 3 * (1024 + 2048))
     [
         ({"lora_rank": 8}, PARAMETERS + ADAPTERS),
         ({"frozen_layers": 2}, PARAMETERS),
+        ({"packed": True}, PARAMETERS),
+        ({"attention": "triton"}, PARAMETERS),
         ({"engine": "ddp", "precision": "bf16", "world_size": 2}, PARAMETERS),
         ({"engine": "deepspeed", "zero_stage": 1, "world_size": 2}, PARAMETERS),
         ({"engine": "deepspeed", "zero_stage": 2, "world_size": 2}, PARAMETERS),

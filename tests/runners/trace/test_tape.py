@@ -118,9 +118,7 @@ def _new_sums(tape: Tape, reader: Reader) -> int:
 @pytest.mark.parametrize("case", READERS)
 def test_gradients_are_summed_in_place_where_autograd_does_unwatched(case: str) -> None:
     reader, own = READERS[case], int("by itself" in case)
-    assert _new_sums(Tape(sums_in_place=True), reader) == own + (not _is_summed_in_place(reader))
-    # The mode alone makes each sum new.
-    assert _new_sums(Tape(), reader) == own + 1
+    assert _new_sums(Tape(), reader) == own + (not _is_summed_in_place(reader))
 
 
 def test_autograd_sums_in_place_what_its_buffer_alone_holds() -> None:
