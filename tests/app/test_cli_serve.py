@@ -1,0 +1,66 @@
+"""`peakmark serve` from the command line, through queue, worker and supervisor, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., tuple[int, str, str]]
+CONFIG = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SIZES = ("--rows", "2", "--pages", "6", "--page-size", "16", "--chunk-tokens", "16")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def test_a_trace_is_served_and_kept(run: Run, config: str, tmp_path: Path) -> None:
+    """Of three requests one client goes away after two tokens; what is left is as each alone."""
+    request = {"arrival_s": 0.0, "prompt_tokens": 20, "new_tokens": 6}
+    trace = [request, {**request, "cancel_after": 2}, {**request, "arrival_s": 0.1}]
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    arguments = ("--config", config, "--trace", str(tmp_path / "trace.json"), *SIZES)
+    code, out, _ = run("serve", *arguments, "--world", "cpu", "--json")
+    document = json.loads(out)
+    assert code == 0, document["summary"]
+    measured = document["measured"]
+    assert measured["states"] == {"done": 2, "cancelled": 1}
+    assert [row[2] for row in measured["requests"]] == [6, 2, 6]
+    assert (measured["leaked_pages"], measured["equal_alone"]) == (0, 1.0)
+    code, shown, _ = run("runs", "show", document["summary"]["id"])
+    assert code == 0
+    assert "2 done, 1 cancelled in" in shown and "time to first token" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--prompt-tokens", "many"), "--prompt-tokens is 'many': it must be two numbers, as in"),
+        (("--trace", "nowhere.json"), "--trace nowhere.json cannot be read as JSON"),
+        (("--new-tokens", "60,70", "--prompt-tokens", "9,9"), "it passes the 64 positions of tiny"),
+        (("--requests", "1000000"), "trace.requests is 1000000: it must be an integer from 1 to"),
+        (("--pages", "1", "--prompt-tokens", "9,9", "--new-tokens", "9,9", "--page-size", "16"),
+         "serve.pages is 1: the longest request needs 2 pages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_one_sentence(
+    run: Run, config: str, arguments: tuple[str, ...], sentence: str
+) -> None:
+    code, _, err = run("serve", "--config", config, *arguments)
+    assert code == 2
+    assert sentence in err
