@@ -1,7 +1,8 @@
 """Compile the chosen tiles for real GPUs, without one: registers, spills, shared memory.
 
 The spilled bytes allowed are what Triton 3.6 and 3.7 give today, most of them in the dK/dV kernel,
-where its two sweeps over the queries meet; at head size 64 its tile is faster than any that was timed.
+where its two sweeps over the queries meet, none in its loops at head size 64. There a tile of two stages
+spills nothing and takes 0.6 % longer (causal) and 7 % longer (full) on an H200, S = 8,192.
 """
 
 from __future__ import annotations
