@@ -367,7 +367,7 @@ def _real_line(run: RealRun) -> str:
 
 def _offloaded(rows: Sequence[RecordedRow]) -> Iterator[str]:
     """Tabulate runs whose optimizer was in host memory beside the same plans with it on the device."""
-    steps = [row for row in rows if row.measured.get("allocated_bytes")]
+    steps = [r for r in rows if r.spec.get("plan") and r.measured.get("allocated_bytes")]
     found = [row for row in steps if row.spec["plan"]["workload"].get("offload_optimizer")]
     if not found:
         return

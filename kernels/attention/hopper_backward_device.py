@@ -10,8 +10,8 @@ The order of those additions is not fixed, so dQ is not deterministic in its las
 Causal masks are aligned to the bottom right: query i sees key j when j <= i + Sk - Sq.
 
 Barriers: K and V have one full barrier each; Q with lse, and dO with delta, a ring of full barriers
-each (one arrival and bytes) and a common ring of free ones (one arrival per group); with LATE dS has
-a full and a free ring (one arrival per group in both). The producer
+each (one arrival and bytes) and a common ring of free ones (one arrival per group); dS has a full and a
+free ring (one arrival per group in both). The producer
 starts with phase 1, which a fresh barrier passes, the consumers with 0. (A reduce-add of rows wholly
 before its tensor stopped an H200 with an illegal instruction; rows past the end are dropped.)
 """
@@ -41,7 +41,7 @@ from kernels.attention.hopper_common import advance, barriers
 
 KEYS = gl.constexpr(64)  # of one consumer group
 GROUPS = gl.constexpr(2)
-LOG2_E = tl.constexpr(1.4426950408889634)
+STAGES = gl.constexpr(2)  # of Q and dO, with what belongs to their rows
 SCALE_BLOCK = 2048
 
 
@@ -97,7 +97,7 @@ def _locate(sizes, BM: gl.constexpr, CAUSAL: gl.constexpr):
 @gluon.jit
 def _produce(
     q_d, k_d, v_d, do_d, lse_d, delta_d, sizes, tiles, bars,
-    BM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
@@ -134,7 +134,10 @@ def _produce(
 
 
 @gluon.jit
-def _weights(s, lse, scale_log2, first_key, m, sizes, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+def _weights(
+    s, lse_s, scale_log2, first_key, m, sizes,
+    FOLDED: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
     """P^T = exp2(scale_log2 * S^T - lse) of keys first_key.. and queries m.., 0 where hidden."""
     if MASKED:
         seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
@@ -145,7 +148,29 @@ def _weights(s, lse, scale_log2, first_key, m, sizes, CAUSAL: gl.constexpr, MASK
         if CAUSAL:
             visible = visible & (keys <= queries + (seq_k - seq_q))
         s = gl.where(visible, s, float("-inf"))
-    return gl.exp2(s * scale_log2 - lse[None, :])
+    if FOLDED:
+        return gl.exp2(s * scale_log2)
+    return gl.exp2(s * scale_log2 - lse_s.load(gl.SliceLayout(0, s.type.layout))[None, :])
+
+
+@gluon.jit
+def _start_product(a, b_t, zero, rows_s, FOLDED: gl.constexpr):
+    """Start a b^T, with the row value of each of its columns added where these are folded in."""
+    if FOLDED:
+        zero = zero + rows_s.load(gl.SliceLayout(0, zero.type.layout))[None, :]
+    return warpgroup_mma(a, b_t.permute((1, 0)), zero, use_acc=FOLDED, is_async=True)
+
+
+@gluon.jit
+def _start_scores(k, k_s, q, zero, lse_s, FOLDED: gl.constexpr):
+    """Start S^T = K Q^T, of which registers hold what they have room for of K's columns."""
+    held: gl.constexpr = k.shape[1]
+    s_t = _start_product(k, q.slice(0, held, 1), zero, lse_s, FOLDED)
+    if held < q.shape[1]:
+        rest: gl.constexpr = q.shape[1] - held
+        q_t = q.slice(held, rest, 1).permute((1, 0))
+        s_t = warpgroup_mma(k_s.slice(held, rest, 1), q_t, s_t, is_async=True)
+    return s_t
 
 
 @gluon.jit
@@ -174,71 +199,72 @@ def _add_queries(dq_d, dq_s, dq, batch, head, m, C: gl.constexpr):
 @gluon.jit
 def _step(
     s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes, tiles, bars,
-    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
-    LATE: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Take in one tile of queries, whose scores `s` holds; return those of the next, if any is `left`.
 
     Products are issued so that one runs under all that is not a product: dP under the softmax, dV and
-    dK under dS and its way through shared memory, the next scores under the addition to dQ. With LATE
-    dQ is that of the tile before, and neither group waits for the other's dS of this tile.
+    dK under dS and its way through shared memory, the next scores under the addition to dQ. dQ is that
+    of the tile before, so neither group waits for the other's dS of this tile.
     """
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
-    idx, phase, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
+    step, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
     seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
+    idx = step & 1
+    phase = (step >> 1) & 1
+    if DS_STAGES == STAGES:
+        # The slots are those of Q and need no registers.
+        slot, slot_phase, dq_slot, dq_phase = idx, phase, idx ^ 1, ((step - 1) >> 1) & 1
     dtype: gl.constexpr = q_s.dtype
     s_l: gl.constexpr = s.type.layout
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=adk.type.layout, k_width=2)
     zero = gl.zeros([KEYS, BM], gl.float32, s_l)
     do = _rows(do_s.index(idx))
     mbarrier.wait(do_full.index(idx), phase)
-    dp_t = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    lse = lse_s.index(idx).load(gl.SliceLayout(0, s_l))
-    p = _weights(s, lse, scale_log2, first_key + C * KEYS, m, sizes, CAUSAL, MASKED)
+    dp_t = _start_product(v, do, zero, delta_s.index(idx), FOLDED)
+    p = _weights(
+        s, lse_s.index(idx), scale_log2, first_key + C * KEYS, m, sizes, FOLDED, CAUSAL, MASKED
+    )
     pb = gl.convert_layout(p.to(dtype), a_l)
     dp = warpgroup_mma_wait(0, deps=(dp_t,))
     dv_t = warpgroup_mma(pb, do, adv, is_async=True)
-    delta = delta_s.index(idx).load(gl.SliceLayout(0, s_l))
-    ds = (p * (dp - delta[None, :])).to(dtype)
+    if not FOLDED:
+        dp = dp - delta_s.index(idx).load(gl.SliceLayout(0, s_l))[None, :]
+    ds = (p * dp).to(dtype)
     dk_t = warpgroup_mma(gl.convert_layout(ds, a_l), _rows(q_s.index(idx)), adk, is_async=True)
-    if LATE:
-        mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
+    mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
     ds_s.index(slot * GROUPS + C).store(ds)
     fence_async_shared()
-    if LATE:
-        mbarrier.arrive(ds_full.index(slot))
-        # Before the first tile there is none: a product of stale data, for rows past the end.
-        mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
-    else:
-        # Two buffers: whoever passes this meeting has read the one before last to its end.
-        _meet()
-        dq_slot, dq_head, dq_m = slot, head, m
+    mbarrier.arrive(ds_full.index(slot))
+    # Before the first tile there is none: a product of stale data, for rows past the end.
+    mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
     dq_t = _start_queries(ds_s, k_s, dq_slot, C, BM, D)
     # dQ takes one product for each group's keys; all before them are done.
     adv, adk = warpgroup_mma_wait(GROUPS, deps=(dv_t, dk_t))
-    next_idx, next_phase = advance(idx, phase, STAGES)
-    mbarrier.wait(q_full.index(next_idx), next_phase, pred=left > 0)
+    next_idx = idx ^ 1
+    mbarrier.wait(q_full.index(next_idx), ((step + 1) >> 1) & 1, pred=left > 0)
     # After the last tile this is a product of stale data that nobody reads.
     q = _rows(q_s.index(next_idx))
-    s_t = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=(dq_t,))
+    s_t = _start_scores(k, _rows(k_s.index(C)), q, zero, lse_s.index(next_idx), FOLDED)
+    # The scores take a product for what registers hold of K, and one for the rest.
+    dq = warpgroup_mma_wait(D // k.shape[1], deps=(dq_t,))
     tma.store_wait(0)
     mbarrier.arrive(free.index(idx))
-    if LATE:
-        mbarrier.arrive(ds_free.index(dq_slot), pred=dq_m < seq_q)
+    mbarrier.arrive(ds_free.index(dq_slot), pred=dq_m < seq_q)
     _add_queries(dq_d, dq_s, dq, batch, dq_head, dq_m, C)
     s = warpgroup_mma_wait(0, deps=(s_t,))
     next_slot, next_slot_phase = advance(slot, slot_phase, DS_STAGES)
-    state = (next_idx, next_phase, next_slot, next_slot_phase, slot, slot_phase, head, m)
+    state = (step + 1, next_slot, next_slot_phase, slot, slot_phase, head, m)
     return s, adk, adv, state
 
 
 @gluon.jit
 def _consume(
     dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars,
-    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
-    LATE: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Own 64 keys: walk the queries that see this program's keys, then write dK and dV."""
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
@@ -259,16 +285,25 @@ def _consume(
     left = group * gl.cdiv(gl.maximum(seq_q - start, 0), BM)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(v_full.index(0), 0)
+    # In registers they leave shared memory to the other operand; at 128 there is room for half of K.
+    k = k.slice(0, 64, 1).load(kv_l)
     if D == 64:
-        # In registers they leave shared memory to the other operand; at 128 there is no room.
-        k = k.load(kv_l)
         v = v.load(kv_l)
     mbarrier.wait(q_full.index(0), 0, pred=left > 0)
-    q = _rows(q_s.index(0)).permute((1, 0))
-    s_t = warpgroup_mma(k, q, gl.zeros([KEYS, BM], gl.float32, s_l), use_acc=False, is_async=True)
+    q = _rows(q_s.index(0))
+    zero = gl.zeros([KEYS, BM], gl.float32, s_l)
+    s_t = _start_scores(k, _rows(k_s.index(C)), q, zero, lse_s.index(0), FOLDED)
     s = warpgroup_mma_wait(0, deps=(s_t,))
-    zero = left * 0
-    state = (zero, zero, zero, zero, zero, zero, zero, gl.cdiv(seq_q, BM) * BM)
+    start_step = left * 0
+    state = (
+        start_step,
+        start_step,
+        start_step,
+        start_step,
+        start_step,
+        start_step,
+        gl.cdiv(seq_q, BM) * BM,
+    )
     for g in range(group):
         head = kv_head * group + g
         if MASKED:
@@ -276,21 +311,22 @@ def _consume(
                 left -= 1
                 s, adk, adv, state = _step(
                     s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes,
-                    tiles, bars, C, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, True,
+                    tiles, bars, C, BM, D, DS_STAGES, FOLDED, CAUSAL, True,
                 )  # fmt: skip
         for m in range(masked, seq_q, BM):
             left -= 1
             s, adk, adv, state = _step(
                 s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes,
-                tiles, bars, C, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, False,
+                tiles, bars, C, BM, D, DS_STAGES, FOLDED, CAUSAL, False,
             )  # fmt: skip
     tma.store_wait(0)
-    if LATE:
-        idx, phase, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
-        mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
-        dq = warpgroup_mma_wait(0, deps=(_start_queries(ds_s, k_s, dq_slot, C, BM, D),))
-        _add_queries(dq_d, dq_s, dq, batch, dq_head, dq_m, C)
-        tma.store_wait(0)
+    step, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
+    if DS_STAGES == STAGES:
+        dq_slot, dq_phase = (step - 1) & 1, ((step - 1) >> 1) & 1
+    mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
+    dq = warpgroup_mma_wait(0, deps=(_start_queries(ds_s, k_s, dq_slot, C, BM, D),))
+    _add_queries(dq_d, dq_s, dq, batch, dq_head, dq_m, C)
+    tma.store_wait(0)
     # K and V have been read to the end by both groups: their room takes dK and dV.
     _meet()
     dtype: gl.constexpr = q_s.dtype
@@ -307,13 +343,14 @@ def _consume(
 def backward_kernel(
     q_d, k_d, v_d, do_d, lse_d, delta_d, dq_d, dk_d, dv_d, scale, scale_log2,
     seq_q, seq_k, kv_heads, group, padded, interleaved,
-    BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, LATE: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of 128 keys and add their share of dQ / scale to the fp32 accumulator.
 
     Descriptors are 4-D (B, H, S, D), those of lse (base 2) and delta 1-D with `padded` values per
-    head. The grid is B x Hkv x ceil(Sk / 128), the key tile running fastest, of the last `interleaved`
+    head. With FOLDED these are -lse / scale and -delta, which the products start from: fewer registers,
+    and more instructions. The grid is B x Hkv x ceil(Sk / 128), the key tile running fastest, of the last `interleaved`
     heads the head.
     """
     dtype: gl.constexpr = q_d.dtype
@@ -340,9 +377,9 @@ def backward_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 0, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, MASKED)),
-            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 1, BM, D, STAGES, DS_STAGES, LATE, CAUSAL, MASKED)),
-            (_produce, (q_d, k_d, v_d, do_d, lse_d, delta_d, sizes, tiles, bars, BM, STAGES, CAUSAL)),
+            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 0, BM, D, DS_STAGES, FOLDED, CAUSAL, MASKED)),
+            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 1, BM, D, DS_STAGES, FOLDED, CAUSAL, MASKED)),
+            (_produce, (q_d, k_d, v_d, do_d, lse_d, delta_d, sizes, tiles, bars, BM, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -357,19 +394,24 @@ def pad_rows_kernel(
     num_rows: tl.tensor,
     seq_q: tl.tensor,
     padded: tl.tensor,
+    lse_factor: tl.tensor,
+    delta_factor: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy lse (to base 2) and delta into rows of `padded` values: +inf and 0 where none is due."""
+    """Copy lse and delta times a factor into rows of `padded` values, whose end weighs nothing.
+
+    There, and where a query sees no key, lse is +inf times its factor's sign; delta is 0 at the end.
+    """
     blocks = padded // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < seq_q
     values = tl.load(lse + row * seq_q + columns, mask=inside, other=float("-inf"))
     # A query that sees no key has lse -inf; +inf makes its weights 0 instead of NaN.
-    values = tl.where(values == float("-inf"), float("inf"), values * LOG2_E)
+    values = tl.where(values == float("-inf"), float("inf"), values) * lse_factor
     tl.store(rows + row * padded + columns, values)
     values = tl.load(delta + row * seq_q + columns, mask=inside, other=0.0)
-    tl.store(rows + (num_rows + row) * padded + columns, values)
+    tl.store(rows + (num_rows + row) * padded + columns, values * delta_factor)
 
 
 @triton.jit

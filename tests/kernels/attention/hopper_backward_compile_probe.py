@@ -36,9 +36,8 @@ def compile_one(request: str) -> dict[str, Any]:
     constants = {
         "BM": tile.queries,
         "D": columns,
-        "STAGES": tile.stages,
         "DS_STAGES": tile.ds_stages,
-        "LATE": tile.late,
+        "FOLDED": tile.folded,
         "CAUSAL": causal == "1",
         "MASKED": masked == "1",
         "DS_LAYOUT": gl.NVMMASharedLayout.get_default_for([half, tile.queries], GLUON[dtype]),

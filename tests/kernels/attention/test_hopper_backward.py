@@ -57,11 +57,14 @@ def test_temporary_bytes_by_hand() -> None:
 def test_rows_are_padded_so_that_nothing_weighs() -> None:
     lse = torch.tensor([[[0.0, 2.0, -math.inf]]], device=DEVICE)
     delta = torch.tensor([[[1.0, 2.0, 3.0]]], device=DEVICE)
-    rows = _pad_rows(lse, delta)
-    assert rows.shape == (2, 1, ROW_PADDING)
-    assert rows[0, 0, :2].tolist() == pytest.approx([0.0, 2.8853900817779268])
-    assert rows[0, 0, 2:].eq(math.inf).all()
-    assert rows[1, 0, :3].tolist() == [1.0, 2.0, 3.0] and rows[1, 0, 3:].eq(0).all()
+    for lse_factor, delta_factor in ((1.5, 1.0), (-8.0, -1.0)):
+        rows = _pad_rows(lse, delta, (lse_factor, delta_factor))
+        assert rows.shape == (2, 1, ROW_PADDING)
+        assert rows[0, 0, :2].tolist() == [0.0, 2 * lse_factor]
+        # The kernels add -inf to the scores, or take +inf from them: weights of 0 either way.
+        assert rows[0, 0, 2:].eq(math.copysign(math.inf, lse_factor)).all()
+        assert rows[1, 0, :3].tolist() == [delta_factor * value for value in (1.0, 2.0, 3.0)]
+        assert rows[1, 0, 3:].eq(0).all()
 
 
 def test_only_what_tma_cannot_read_is_copied() -> None:
