@@ -4,7 +4,8 @@ Run as `python -m planner.bench`. Three steps of a 32-layer model ask the alloca
 Nothing of that can be left out without another result: the layers of a step differ in the blocks
 they find, though not in what they ask for. It is served by compiled code; a process serves its first
 few plans as Python runs the same code, which is sooner done than to load it. No two plans of the
-bench are the same, for one seen before is not replayed again.
+bench are the same, for one seen before is not replayed again. What a step asks for is recorded for a
+model, an engine and its ranks, whatever the batch and the length: the bench has plans of both sorts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from planner.memory.recorder import load_compiled
+from planner.memory.recorder import how_served, load_compiled
 from planner.memory.training import plan_segment_share
 from planner.plan import default_plan, parse_plan
 from planner.predict import predict
@@ -45,10 +46,17 @@ def main() -> None:
     assert isinstance(plan.workload, TrainingWorkload)
     share = plan_segment_share(plan.model, plan.workload, plan.parallelism, plan.hardware)
 
-    lengths = count(plan.workload.sequence_length)
+    lengths, ranks = count(plan.workload.sequence_length), count(plan.parallelism.world_size)
 
-    def run_plan(segment_share: float | None) -> None:
-        other = {**document, "workload": {**document["workload"], "sequence_length": next(lengths)}}
+    def run_plan(segment_share: float | None, world_size: int | None = None) -> None:
+        length = next(lengths)
+        sizes = {"sequence_length": length, "micro_batch": 1 + length % 2}
+        spread = {} if world_size is None else {"world_size": world_size}
+        other = {
+            **document,
+            "workload": {**document["workload"], **sizes},
+            "parallelism": {**document["parallelism"], **spread},
+        }
         predict(parse_plan(other), segment_share=segment_share).to_dict()
 
     interpreted_s = median_s(lambda: run_plan(None), INTERPRETED_REPEATS)
@@ -57,6 +65,7 @@ def main() -> None:
     loaded_s = time.perf_counter() - start
     plan_s = median_s(lambda: run_plan(share), REPEATS)
     replayed_s = median_s(lambda: run_plan(None), REPEATS)
+    recorded_s = median_s(lambda: run_plan(None, next(ranks)), REPEATS)
 
     def run_grid() -> int:
         return grid(
@@ -69,8 +78,10 @@ def main() -> None:
 
     grid_s = median_s(run_grid, GRID_REPEATS)
     print(f"one plan, its allocator replayed: {replayed_s * 1e3:.2f} ms (median of {REPEATS})")
+    print(f"for ranks that were not recorded: {recorded_s * 1e3:.2f} ms (median of {REPEATS})")
     print(f"by formulas alone: {plan_s * 1e3:.2f} ms (median of {REPEATS})")
     print(f"replayed before compiled code is loaded: {interpreted_s * 1e3:.1f} ms")
+    print(f"requests are {how_served()}")
     print(f"compiled code is loaded in {loaded_s:.1f} s (once per machine it is compiled)")
     print(f"{run_grid():,} plans: {grid_s:.3f} s (median of {GRID_REPEATS})")
 

@@ -54,6 +54,9 @@ END_WIDTH = 2
 NUM_COUNTS = 16
 # What STATUS says.
 SERVED, OUT_OF_MEMORY, TABLES_FULL = range(3)
+# So many classes without a block are passed by in a search before they are dropped: to list them anew
+# takes longer than to pass them.
+_MOST_PASSED = 32
 # Rows that one request can add to a table, where no memory is given back.
 _MARGIN = 8
 
@@ -62,7 +65,7 @@ class Heap(NamedTuple):
     """An allocator's tables; `classes_at` finds a class by the hash of its size and pool.
 
     `listed` has, pool by pool, the classes by size. One without a block stays listed, for steps ask
-    for the same sizes again and again; a search that comes across it drops it.
+    for the same sizes again and again; a search that comes across many of them drops them.
     """
 
     blocks: Any
@@ -176,18 +179,25 @@ def best(heap: Heap, pool: int, size: int) -> int:
     begin = at = position(heap, pool, size)
     end = pool * heap.counts[MOST_LISTED] + heap.pools[pool * POOL_WIDTH + NUM_LISTED]
     while at < end and classes[listed[at] * CLASS_WIDTH + LOWEST] < 0:
-        classes[listed[at] * CLASS_WIDTH + IS_LISTED] = 0
         at += 1
     found = NOTHING
     if at < end:
         found = classes[listed[at] * CLASS_WIDTH + LOWEST]
-    if at > begin:
-        heap.pools[pool * POOL_WIDTH + NUM_LISTED] -= at - begin
-        while at < end:
-            listed[begin] = listed[at]
-            begin += 1
-            at += 1
+    if at - begin > _MOST_PASSED:
+        _drop_listed(heap, pool, begin, at, end)
     return found
+
+
+def _drop_listed(heap: Heap, pool: int, begin: int, at: int, end: int) -> None:
+    """Take from a pool's list, which ends at `end`, the classes from `begin` up to `at`."""
+    listed, classes = heap.listed, heap.classes
+    heap.pools[pool * POOL_WIDTH + NUM_LISTED] -= at - begin
+    for gone in range(begin, at):
+        classes[listed[gone] * CLASS_WIDTH + IS_LISTED] = 0
+    while at < end:
+        listed[begin] = listed[at]
+        begin += 1
+        at += 1
 
 
 def new_block(heap: Heap, address: int, size: int, pool: int, state: int) -> int:

@@ -20,6 +20,14 @@ from planner.memory import allocator, blocks, execution, expandable
 _MODULES = (blocks, allocator, expandable, execution)
 # Tables are only handed on: without reference counts of them a request takes a fifth of the time.
 _OPTIONS: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}
+# What most requests go through: a call hands on all tables, and takes as long as what it is for.
+_INLINED = frozenset(
+    (
+        *("class_of", "position", "give", "_list", "_link", "take", "best", "new_block", "drop"),
+        *("cut", "join", "is_free", "release", "has_room", "reserve", "has_rows"),
+        *("_pool", "_empty", "_count"),
+    )
+)
 _lock = threading.Lock()
 
 
@@ -35,9 +43,9 @@ def _compile() -> Callable[..., None]:
     from numba.extending import register_jitable
 
     for module in _MODULES:
-        for function in vars(module).values():
+        for name, function in vars(module).items():
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
-                register_jitable(**_OPTIONS)(function)
+                register_jitable(forceinline=name in _INLINED, **_OPTIONS)(function)
     sources = "".join(inspect.getsource(module) for module in _MODULES)
     njit: Any = numba.njit
     serve: Callable[..., None]

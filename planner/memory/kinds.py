@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from planner.model import ModelSpec
 from planner.workload import Attention, Checkpointing, TrainingWorkload
@@ -27,13 +28,26 @@ def layer_kinds(
     length = workload.sequence_length if sequence_length is None else sequence_length
     slides = _window_matters(spec, workload.attention, length)
     recomputes = workload.checkpointing is not Checkpointing.NONE
+    return _kinds(
+        spec.sliding_layers if slides else (False,) * spec.num_layers,
+        spec.expert_layers,
+        workload.checkpoint_every if recomputes else 0,
+        workload.frozen_layers,
+    )
+
+
+@lru_cache(maxsize=512)
+def _kinds(
+    slides: tuple[bool, ...], has_experts: tuple[bool, ...], checkpoint_every: int, frozen: int
+) -> tuple[str, ...]:
+    """Name the kinds; every so many layers one recomputes, or none for 0."""
     kinds = []
-    for layer in range(spec.num_layers):
+    for layer, (sliding, experts) in enumerate(zip(slides, has_experts, strict=True)):
         has = {
-            SLIDING: slides and spec.sliding_layers[layer],
-            MOE: spec.expert_layers[layer],
-            CHECKPOINTED: recomputes and layer % workload.checkpoint_every == 0,
-            FROZEN: layer < workload.frozen_layers,
+            SLIDING: sliding,
+            MOE: experts,
+            CHECKPOINTED: checkpoint_every > 0 and layer % checkpoint_every == 0,
+            FROZEN: layer < frozen,
         }
         kinds.append(kind_name([trait for trait, holds in has.items() if holds]))
     return tuple(kinds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.memory.adapters import trained_groups
 from planner.memory.groups import (
@@ -57,7 +57,7 @@ _STAND_INS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One kind of tensor: `count` tensors of `shape` that hold `size_bytes` together at the peak."""
 
@@ -143,20 +143,48 @@ def _state_entry(name: str, numel: int, itemsize: int, count: int, component: st
 def _saved_entries(
     spec: ModelSpec, workload: TrainingWorkload, place: Place, template: Traced
 ) -> Iterator[Entry]:
-    saved = load_saved(template)
-    monomials = tuple({tensor.monomial for tensor in saved})
+    rows, monomials = _saved_rows(template, spec.num_layers, spec.trace is None)
     numels = monomial_values(
         spec, monomials, workload.micro_batch, workload.sequence_length, workload.lora_rank
     )
     value = dict(zip(monomials, numels.tolist(), strict=True))
-    for tensor in saved:
+    for row in rows:
+        tensor = row.tensor
         count = _num_alive(tensor.places, place)
         if count > 0:
             one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
-            sides = tensor.shape
-            if spec.trace is None:
-                sides = tuple(_STAND_INS.get(side, side) for side in sides)
-            yield _saved_entry(tensor, sides, spec.num_layers, count, round(one_bytes * count))
+            yield Entry(
+                row.name,
+                row.sides,
+                tensor.dtype,
+                count,
+                round(one_bytes * count),
+                row.component,
+                "saved for backward",
+                row.phases,
+                f"{count} x {row.one}",
+            )
+
+
+class _SavedRow(NamedTuple):
+    """What the ledger says of a saved tensor whatever its size; `one` is its shape in words."""
+
+    tensor: SavedTensor
+    name: str
+    sides: tuple[str, ...]
+    component: str
+    phases: tuple[str, ...]
+    one: str
+
+
+@lru_cache(maxsize=512)
+def _saved_rows(
+    template: Traced, num_layers: int, is_of_family: bool
+) -> tuple[tuple[_SavedRow, ...], tuple[str, ...]]:
+    """The rows of all saved tensors of a template, and their monomials."""
+    saved = load_saved(template)
+    rows = tuple(_saved_row(tensor, num_layers, is_of_family) for tensor in saved)
+    return rows, tuple(dict.fromkeys(tensor.monomial for tensor in saved))
 
 
 def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_length: Any) -> Parts:
@@ -174,21 +202,17 @@ def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_len
     return parts
 
 
-def _saved_entry(
-    tensor: SavedTensor, sides: tuple[str, ...], num_layers: int, count: int, size_bytes: int
-) -> Entry:
-    section = tensor.places[0].section
-    shape = " x ".join(sides)
-    return Entry(
+def _saved_row(tensor: SavedTensor, num_layers: int, is_of_family: bool) -> _SavedRow:
+    section, sides = tensor.places[0].section, tensor.shape
+    if is_of_family:
+        sides = tuple(_STAND_INS.get(side, side) for side in sides)
+    return _SavedRow(
+        tensor=tensor,
         name=f"{_where(tensor, num_layers)}: {tensor.module} ({tensor.op})",
-        shape=sides,
-        dtype=tensor.dtype,
-        count=count,
-        size_bytes=size_bytes,
+        sides=sides,
         component=_saved_component(tensor),
-        owner="saved for backward",
         phases=_UNTIL_BACKWARD[_SAVED_FROM.get(section, 0) : _SAVED_UNTIL.get(section, 5)],
-        formula=f"{count} x [{shape}] {tensor.dtype}",
+        one=f"[{' x '.join(sides)}] {tensor.dtype}",
     )
 
 
@@ -227,9 +251,12 @@ def _forward_order(place: Place) -> tuple[int, int]:
 
 
 def _rest(rows: list[Entry], peak: Moment) -> Iterator[Entry]:
+    named = dict.fromkeys(peak.parts, 0)
+    for row in rows:
+        if row.component in named:
+            named[row.component] += row.size_bytes
     for component, part_bytes in peak.parts.items():
-        named = sum(row.size_bytes for row in rows if row.component == component)
-        left = round(float(part_bytes)) - named
+        left = round(float(part_bytes)) - named[component]
         if left:
             yield Entry(
                 name=_REST_NAMES.get(component, f"{component} of the running operation"),

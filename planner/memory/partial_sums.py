@@ -44,7 +44,27 @@ def partial_sums_value(name: str, sizes: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=4096)
 def _one_of(rows: float, columns: float, element_bytes: int) -> float:
-    return float(partial_sums(rows, columns, element_bytes))
+    """`partial_sums` of one matrix, in Python's integers: arrays of one number take ten times as long."""
+    height, width = round(rows), round(columns)
+    while height * width * element_bytes > _MOST_ADDRESSED_BYTES:
+        height = -(-height // 2)
+    vector = _MOST_VECTOR if width % 4 == 0 else 2 if width % 2 == 0 else 1
+    most = _MOST_THREADS // vector
+    across = min(_power_of_2(width // vector), most)
+    down = min(_power_of_2(height), most, most // min(across, _WARP))
+    across = min(across, most // down)
+    values = -(-height // down)
+    grid = -(-(width // vector) // across)
+    grids = _MULTIPROCESSORS * (_THREADS_EACH // (across * down))
+    blocks = min(-(-grids // grid), -(-values // _FEWEST_VALUES))
+    blocks = max(blocks, -(-values // _MOST_VALUES))
+    is_split = values >= _MOST_VALUES and grid <= grids and blocks > 1
+    return float(width * blocks * across * vector if is_split else 0)
+
+
+def _power_of_2(number: int) -> int:
+    """The largest power of two that is at most a number, and at least 1."""
+    return 1 << max(number.bit_length() - 1, 0)
 
 
 def _product(text: str, sizes: Mapping[str, Any]) -> Any:

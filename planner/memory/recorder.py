@@ -7,8 +7,8 @@ which to empty, with how many bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from threading import Thread
 from typing import Any, NamedTuple
@@ -42,6 +42,8 @@ from planner.memory.compiled import compiled_serve
 from planner.memory.execution import EVENT_WIDTH, OPERATION_WIDTH, Requests
 
 Integers = npt.NDArray[np.int64]
+# Where an operation that takes memory has its bytes.
+_SIZE_AT = 2
 # Blocks that most plans have room with; a plan that needs more is served anew with four times these.
 _ROOM = 4096
 # A few programs are served sooner by Python than by compiled code that has to be loaded first; the
@@ -49,6 +51,7 @@ _ROOM = 4096
 _NUM_INTERPRETED = 3
 _num_served = count()
 _compiled: list[Callable[..., None]] = []
+_why_interpreted: list[str] = []
 
 
 class ReplayedOutOfMemoryError(Exception):
@@ -109,6 +112,91 @@ class Served:
         return int(self.heap.blocks[row + ADDRESS]), int(self.heap.blocks[row + SIZE])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """What a replay asks for: `operations` as in `execution`, all behind `num_before` a step's.
+
+    Request i is for slot `slots[i]`, of kind `kinds[i]`. `sized` are the operations whose bytes
+    follow from a micro-batch's rows and their length, with what they are for.
+    """
+
+    operations: Integers
+    num_before: int
+    num_slots: int
+    num_streams: int
+    slots: Integers
+    kinds: Integers
+    sized: tuple[tuple[int, Any], ...]
+
+    def with_sizes(self, sizes_bytes: Mapping[Any, int]) -> Program:
+        """The program of other rows or another length; `sizes_bytes` by what they are for."""
+        operations = self.operations.copy()
+        at = [number * OPERATION_WIDTH + _SIZE_AT for number, _ in self.sized]
+        operations[at] = [rounded(sizes_bytes[name]) for _, name in self.sized]
+        return replace(self, operations=operations)
+
+    def serve(
+        self,
+        sizes: Integers,
+        repeats: int = 1,
+        capacity_bytes: int | None = None,
+        is_expandable: bool = False,
+        with_events: bool = False,
+    ) -> Served:
+        """Serve the program, its steps `repeats` times; `sizes` are the rounded bytes of each kind.
+
+        Raises ReplayedOutOfMemoryError where segments do not fit in the capacity.
+        """
+        capacity = NOTHING if capacity_bytes is None else capacity_bytes
+        how = repeats, capacity, is_expandable, with_events, _compiled_or_none()
+        room, status = _ROOM, TABLES_FULL
+        while status == TABLES_FULL:
+            served = self._serve(sizes, room, *how)
+            status = served.heap.counts[STATUS]
+            room *= 4
+        if status == OUT_OF_MEMORY:
+            raise ReplayedOutOfMemoryError
+        return served
+
+    def _serve(
+        self,
+        sizes: Integers,
+        room: int,
+        repeats: int,
+        capacity: int,
+        is_expandable: bool,
+        with_events: bool,
+        serve: Callable[..., None] | None,
+    ) -> Served:
+        """Serve by compiled code, or without it as Python runs it, which takes longer."""
+        table: Callable[[Integers], Any] = _as_list if serve is None else _as_it_is
+        num_events = self._most_events(repeats) if with_events else 0
+        heap = Heap(*(table(numbers) for numbers in self._tables(room)))
+        columns = self.slots, self.kinds, sizes, np.empty_like(sizes)
+        requests = Requests(*(table(numbers) for numbers in columns))
+        held = table(np.full(self.num_slots, NOTHING, dtype=np.int64))
+        events = table(np.empty(num_events * EVENT_WIDTH, dtype=np.int64))
+        (serve or execution.serve)(
+            *(heap, requests, table(self.operations), self.num_before, repeats, held, events),
+            *(capacity, is_expandable),
+        )
+        noted = np.asarray(events, dtype=np.int64).reshape(-1, EVENT_WIDTH)
+        return Served(heap, held, noted[: heap.counts[NUM_EVENTS]])
+
+    def _tables(self, room: int) -> list[Integers]:
+        num_pools = 2 * self.num_streams
+        rows = BLOCK_WIDTH, CLASS_WIDTH, 2, num_pools
+        sizes = [*(width * room for width in rows), num_pools * POOL_WIDTH, room * END_WIDTH]
+        return [np.empty(size, dtype=np.int64) for size in (*sizes, NUM_COUNTS)]
+
+    def _most_events(self, repeats: int) -> int:
+        rows = self.operations.reshape(-1, OPERATION_WIDTH)
+        served = rows[:, 0] == execution.SERVE
+        counts = np.where(served, rows[:, 2] - rows[:, 1], 1)
+        steps = counts[self.num_before :].sum() * repeats
+        return int(counts[: self.num_before].sum() + steps)
+
+
 class Recorder:
     """The program of a replay: `operations` as in `execution`, four numbers each."""
 
@@ -118,6 +206,7 @@ class Recorder:
         self._num_slots, self._num_streams = 0, 1
         self._num_before = 0
         self._requests: list[tuple[Integers, Integers, Integers]] = []
+        self._sized: list[tuple[int, Any]] = []
 
     @property
     def num_operations(self) -> int:
@@ -184,80 +273,66 @@ class Recorder:
         self._requests.append((slots, kinds, sizes))
         return first
 
-    def serve(self, repeats: int = 1, with_events: bool = False) -> Served:
-        """Serve the program, its steps `repeats` times.
+    def take_of_batch(self, slot: int, size_bytes: int, name: Any) -> None:
+        """Fill a slot as `take` does, with what follows from a micro-batch's rows and length."""
+        self._sized.append((self.num_operations, name))
+        self.take(slot, size_bytes)
 
-        Raises ReplayedOutOfMemoryError where segments do not fit in the capacity.
-        """
-        room, status = _ROOM, TABLES_FULL
-        while status == TABLES_FULL:
-            served = self._serve(room, repeats, with_events)
-            status = served.heap.counts[STATUS]
-            room *= 4
-        if status == OUT_OF_MEMORY:
-            raise ReplayedOutOfMemoryError
-        return served
-
-    def _serve(self, room: int, repeats: int, with_events: bool) -> Served:
-        """Serve the program by compiled code, or as Python runs it, which takes longer."""
-        if not _compiled and next(_num_served) == _NUM_INTERPRETED:
-            Thread(target=load_compiled).start()
-        serve = _compiled[0] if _compiled else execution.serve
-        return self._serve_by(serve, bool(_compiled), room, repeats, with_events)
-
-    def _serve_by(
-        self,
-        serve: Callable[..., None],
-        is_compiled: bool,
-        room: int,
-        repeats: int,
-        with_events: bool,
-    ) -> Served:
-        table: Callable[[Integers], Any] = _as_it_is if is_compiled else _as_list
-        operations = np.array(self.operations, dtype=np.int64)
-        num_events = self._most_events(operations, repeats) if with_events else 0
-        heap = Heap(*(table(numbers) for numbers in self._tables(room)))
-        requests = Requests(*(table(numbers) for numbers in self._all_requests()))
-        held = table(np.full(self._num_slots, NOTHING, dtype=np.int64))
-        events = table(np.empty(num_events * EVENT_WIDTH, dtype=np.int64))
-        capacity = NOTHING if self._capacity_bytes is None else self._capacity_bytes
-        serve(
-            *(heap, requests, table(operations), self._num_before, repeats, held, events),
-            *(capacity, self._is_expandable),
+    def program(self) -> Program:
+        """All that was recorded, but for the sizes of requests."""
+        nothing = np.empty(0, dtype=np.int64)
+        return Program(
+            operations=np.array(self.operations, dtype=np.int64),
+            num_before=self._num_before,
+            num_slots=self._num_slots,
+            num_streams=self._num_streams,
+            slots=np.concatenate([nothing, *(slots for slots, _, _ in self._requests)]),
+            kinds=np.concatenate([nothing, *(kinds for _, kinds, _ in self._requests)]),
+            sized=tuple(self._sized),
         )
-        noted = np.asarray(events, dtype=np.int64).reshape(-1, EVENT_WIDTH)
-        return Served(heap, held, noted[: heap.counts[NUM_EVENTS]])
 
-    def _tables(self, room: int) -> list[Integers]:
-        num_pools = 2 * self._num_streams
-        rows = BLOCK_WIDTH, CLASS_WIDTH, 2, num_pools
-        sizes = [*(width * room for width in rows), num_pools * POOL_WIDTH, room * END_WIDTH]
-        return [np.empty(size, dtype=np.int64) for size in (*sizes, NUM_COUNTS)]
+    def serve(self, repeats: int = 1, with_events: bool = False) -> Served:
+        """Serve what was recorded; see `Program.serve`."""
+        nothing = np.empty(0, dtype=np.int64)
+        sizes = np.concatenate([nothing, *(sizes for _, _, sizes in self._requests)])
+        memory = self._capacity_bytes, self._is_expandable
+        return self.program().serve(sizes, repeats, *memory, with_events=with_events)
 
-    def _all_requests(self) -> Requests:
-        if len(self._requests) == 1:
-            slots, kinds, sizes = self._requests[0]
-        else:
-            nothing = np.empty(0, dtype=np.int64)
-            columns = zip((nothing, nothing, nothing), *self._requests, strict=True)
-            slots, kinds, sizes = (np.concatenate(column) for column in columns)
-        return Requests(slots, kinds, sizes, np.empty_like(sizes))
 
-    def _most_events(self, operations: Integers, repeats: int) -> int:
-        rows = operations.reshape(-1, OPERATION_WIDTH)
-        served = rows[:, 0] == execution.SERVE
-        counts = np.where(served, rows[:, 2] - rows[:, 1], 1)
-        steps = counts[self._num_before :].sum() * repeats
-        return int(counts[: self._num_before].sum() + steps)
+def _compiled_or_none() -> Callable[..., None] | None:
+    """The compiled code, if it is loaded; it is begun to be when it starts to be worth it."""
+    if not _compiled and next(_num_served) == _NUM_INTERPRETED:
+        Thread(target=_load_or_say_why).start()
+    return _compiled[0] if _compiled else None
 
 
 def load_compiled() -> None:
-    """Serve all programs from now on by compiled code; see `compiled` for how long it takes."""
+    """Serve all programs from now on by compiled code; see `compiled` for how long it takes.
+
+    Raises whatever keeps numba from being loaded or from compiling.
+    """
     if not _compiled:
         serve, small = compiled_serve(), Recorder()
         small.allocate(1)
-        small._serve_by(serve, True, _ROOM, repeats=1, with_events=False)
+        nothing = np.empty(0, dtype=np.int64)
+        small.program()._serve(nothing, _ROOM, 1, NOTHING, False, False, serve)
         _compiled.append(serve)
+
+
+def _load_or_say_why() -> None:
+    try:
+        load_compiled()
+    except Exception as error:  # whatever a broken numba or LLVM raises: Python's form is as right
+        _why_interpreted.append(f"{type(error).__name__}: {error}")
+
+
+def how_served() -> str:
+    """Say what serves programs: compiled code, or Python and why; results are the same."""
+    if _compiled:
+        return "compiled by numba"
+    if _why_interpreted:
+        return f"run by Python: numba could not compile it ({_why_interpreted[0]})"
+    return "run by Python until compiled code is loaded"
 
 
 def rounded(size_bytes: int) -> int:

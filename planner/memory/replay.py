@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from planner.memory.execution import BEGIN_STEP, FORGET, MOVE, SERVE, TAKE_LIKE
-from planner.memory.recorder import Block, Recorder
+from planner.memory.recorder import Block, Recorder, Served
 from planner.memory.requests import (
     ATTENTION_GRADIENTS,
     EMBEDDING_GRADIENT,
@@ -33,6 +33,7 @@ from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
 NUM_STEPS = 3
+TILE_LIST = "tile list"
 Blocks = list[Block]
 
 
@@ -48,10 +49,19 @@ class Memory:
         """Allocate under `key`, unless it is held already or there is nothing to hold."""
         if size_bytes > 0 and key not in self._held:
             self._held.add(key)
-            slot = self._slots.get(key)
-            if slot is None:
-                slot = self._slots[key] = self.allocator.new_slots(1)
-            self.allocator.take(slot, size_bytes, stream)
+            self.allocator.take(self._slot(key), size_bytes, stream)
+
+    def take_of_batch(self, key: str, size_bytes: int) -> None:
+        """Allocate as `take` does what follows from a micro-batch's rows and their length."""
+        if size_bytes > 0 and key not in self._held:
+            self._held.add(key)
+            self.allocator.take_of_batch(self._slot(key), size_bytes, key)
+
+    def _slot(self, key: Any) -> int:
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = self.allocator.new_slots(1)
+        return slot
 
     def give(self, *keys: Any) -> None:
         """Release what is held under each key."""
@@ -126,12 +136,20 @@ class Replayed:
     reserved_bytes: int
     num_retries: int = 0
 
+    @classmethod
+    def of(cls, served: Served) -> Replayed:
+        """What became of a program's steps."""
+        return cls(served.peak_allocated_bytes, served.peak_reserved_bytes, served.num_retries)
+
 
 class Requests:
     """A layout with the sizes of one plan: of each kind its bytes, and as they are rounded."""
 
-    def __init__(self, layout: Layout, kinds: Integers, sizes_bytes: Integers) -> None:
-        self.layout, self.kinds, self.sizes_bytes = layout, kinds, sizes_bytes
+    def __init__(
+        self, monomials: tuple[str, ...], layout: Layout, kinds: Integers, sizes_bytes: Integers
+    ) -> None:
+        self.monomials, self.layout = monomials, layout
+        self.kinds, self.sizes_bytes = kinds, sizes_bytes
         self.rounded = rounded_sizes(sizes_bytes)
 
     def tensor(self, request: int) -> tuple[int, int]:
@@ -144,6 +162,19 @@ class Requests:
         slots = self.layout.slots
         made = int(np.flatnonzero(slots[:release] == slots[release])[0])
         return int(self.sizes_bytes[self.kinds[made]])
+
+
+def kind_sizes_bytes(
+    spec: ModelSpec,
+    monomials: tuple[str, ...],
+    layout: Layout,
+    micro_batch: int,
+    sequence_length: int,
+    lora_rank: int,
+) -> Integers:
+    """The bytes of each kind of a layout's requests."""
+    values = monomial_values(spec, monomials, micro_batch, sequence_length, lora_rank)
+    return layout.sizes_bytes(np.rint(values * 2).astype(np.int64))
 
 
 class ModelReplay:
@@ -188,6 +219,10 @@ class ModelReplay:
     def _added(self, requests: Requests) -> int:
         return self._allocator.add_requests(requests.layout.slots, requests.kinds, requests.rounded)
 
+    def layouts(self) -> tuple[tuple[tuple[str, ...], Layout], ...]:
+        """Monomials and layout of every micro-batch that differs from the others."""
+        return tuple((requests.monomials, requests.layout) for requests in self._starts)
+
     def tensors(self) -> list[tuple[str, int]]:
         """Component and bytes of every request's tensor, as it was asked for."""
         found: list[tuple[str, int]] = []
@@ -198,11 +233,10 @@ class ModelReplay:
         return found
 
     def _requests_of(self, spec: ModelSpec, sequence: StepSequence) -> Requests:
-        values = monomial_values(spec, sequence.steps.monomials, *self._sizes)
-        has_workspace = any(self._attention_workspaces)
+        monomials, has_workspace = sequence.steps.monomials, any(self._attention_workspaces)
         layout = lay_out(sequence, self._engine.follows_gradients, has_workspace)
-        sizes_bytes = layout.sizes_bytes(np.rint(values * 2).astype(np.int64))
-        return Requests(layout, self._kinds(spec, layout), sizes_bytes)
+        sizes_bytes = kind_sizes_bytes(spec, monomials, layout, *self._sizes)
+        return Requests(monomials, layout, self._kinds(spec, layout), sizes_bytes)
 
     def _kinds(self, spec: ModelSpec, layout: Layout) -> Integers:
         """The kind of each request."""
@@ -237,7 +271,7 @@ class ModelReplay:
             name, layer = section.place
             engine.before(name, layer)
             if name == "layer":
-                self._memory.take("tile list", self._tile_list_bytes)
+                self._memory.take_of_batch(TILE_LIST, self._tile_list_bytes)
             for first, end, cut in section.stretches:
                 if first < end:
                     record(SERVE, start + first, start + end, first_slot)
@@ -253,9 +287,12 @@ class ModelReplay:
                 engine.after_embedding()
 
     def _pass_workspaces(self, layer: int) -> None:
-        taken = [self._allocator.allocate(size) for size in self._attention_workspaces[layer]]
-        for block in taken:
-            self._allocator.release(block)
+        allocator, slots = self._allocator, []
+        for number, size_bytes in enumerate(self._attention_workspaces[layer]):
+            slots.append(allocator.new_slots(1))
+            allocator.take_of_batch(slots[-1], size_bytes, (layer, number))
+        for slot in slots:
+            allocator.give(slot)
 
     def _tensor(self, request: int) -> Block | None:
         """What a request took, if it took something that is still there."""
@@ -334,13 +371,6 @@ class ModelReplay:
         allocator.release(self._tied_block)
 
 
-def replay(
-    model: ModelReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int
-) -> Replayed:
-    """Build, then run steps; the peak is the last one's."""
-    return replayed(memory, record(model, engine, memory, grad_accumulation))
-
-
 def record(model: ModelReplay, engine: EngineReplay, memory: Memory, grad_accumulation: int) -> int:
     """Record what building and steps ask for; see `record_steps`."""
     micro_batches = min(grad_accumulation, engine.repeats_from)
@@ -371,5 +401,4 @@ def record_steps(
 
 def replayed(memory: Memory, repeats: int) -> Replayed:
     """Serve what was recorded."""
-    served = memory.allocator.serve(repeats)
-    return Replayed(served.peak_allocated_bytes, served.peak_reserved_bytes, served.num_retries)
+    return Replayed.of(memory.allocator.serve(repeats))

@@ -23,6 +23,13 @@ _TOKEN_BYTES, _SCALAR_BYTES = 8, 4
 _MICRO_BATCHES = 2
 
 
+def token_bytes(workload: TrainingWorkload) -> dict[str, int]:
+    """Bytes of a micro-batch's token numbers and, where its rows are packed, of their positions."""
+    size_bytes = workload.micro_batch * workload.sequence_length * _TOKEN_BYTES
+    names = ("tokens", "positions") if workload.packed else ("tokens",)
+    return dict.fromkeys(names, size_bytes)
+
+
 class EngineBase:
     """What all engines share: the token batch, library workspaces, optimizer states."""
 
@@ -53,10 +60,8 @@ class EngineBase:
         self._reduces = is_last or self.reduces_each
 
     def _take_tokens(self) -> None:
-        tokens = self._workload.micro_batch * self._workload.sequence_length
-        self._memory.take("tokens", tokens * _TOKEN_BYTES)
-        if self._workload.packed:
-            self._memory.take("positions", tokens * _TOKEN_BYTES)
+        for name, size_bytes in token_bytes(self._workload).items():
+            self._memory.take_of_batch(name, size_bytes)
 
     def _take_workspace(self, section: str) -> None:
         # One per thread that multiplies: the main thread's here, autograd's at its first product.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from planner.hardware import Gpu
 from planner.memory.attention import attention_workspaces, tile_list_bytes
@@ -11,13 +15,24 @@ from planner.memory.beside import one_stage_beside
 from planner.memory.fsdp2 import casts_to_reduce
 from planner.memory.offload import OffloadedReplay
 from planner.memory.overheads import workspace_bytes
-from planner.memory.replay import EngineReplay, Memory, ModelReplay, Replayed, replay
+from planner.memory.recorder import Program
+from planner.memory.replay import (
+    TILE_LIST,
+    EngineReplay,
+    Memory,
+    ModelReplay,
+    Replayed,
+    kind_sizes_bytes,
+    record,
+)
+from planner.memory.replay_base import token_bytes
 from planner.memory.replay_beside import BufferedEngine
 from planner.memory.replay_ddp import DdpReplay
 from planner.memory.replay_deepspeed import DeepSpeedReplay
 from planner.memory.replay_fsdp2 import Fsdp2Replay
 from planner.memory.replay_peakmark import PeakmarkReplay
 from planner.memory.replay_stages import StageReplay, replay_stage
+from planner.memory.requests import Integers, Layout, rounded_sizes
 from planner.memory.templates import Traced, load_steps
 from planner.model import ModelSpec
 from planner.rank import RankSpec
@@ -48,20 +63,103 @@ def replay_training(
 
     Raises ReplayedOutOfMemoryError where segments do not fit in `capacity_bytes`.
     """
-    memory = Memory(capacity_bytes, workload.expandable_segments)
-    plan = spec, workload, parallelism, template, hardware, memory
-    if not isinstance(spec, RankSpec):
-        model, engine = build_replay(*plan)
-    else:
-        buffers = one_stage_beside(spec, workload, parallelism)
-        model, engine = build_replay(
-            *plan,
-            model_kind=StageReplay,
-            watch=lambda engine: BufferedEngine(engine, memory, buffers),
+    if isinstance(spec, RankSpec):
+        return _replay_part(spec, workload, parallelism, template, hardware, capacity_bytes, flying)
+    workspaces = attention_workspaces(spec, workload, hardware)
+    tiles_bytes = tile_list_bytes(spec, workload, hardware)
+    known = _known_steps(
+        *(spec, replace(workload, micro_batch=1, sequence_length=1), parallelism, template),
+        *(workspace_bytes(hardware), tuple(map(len, workspaces)), tiles_bytes > 0),
+    )
+    if not known:
+        known.append(_record(spec, workload, parallelism, template, hardware))
+    taken: dict[Any, int] = {
+        **token_bytes(workload),
+        **{(at, i): size for at, sizes in enumerate(workspaces) for i, size in enumerate(sizes)},
+        TILE_LIST: tiles_bytes,
+    }
+    served = (
+        known[0]
+        .program.with_sizes(taken)
+        .serve(
+            _rounded_sizes(spec, workload, known[0].layouts),
+            known[0].repeats,
+            capacity_bytes,
+            workload.expandable_segments,
         )
-    if isinstance(model, StageReplay):
-        return replay_stage(model, engine, memory, workload.grad_accumulation, flying)
-    return replay(model, engine, memory, workload.grad_accumulation)
+    )
+    return Replayed.of(served)
+
+
+class _Steps(NamedTuple):
+    """Steps as they are recorded, for any rows and length: how often they are served, their layouts."""
+
+    program: Program
+    repeats: int
+    layouts: tuple[tuple[tuple[str, ...], Layout], ...]
+
+
+@lru_cache(maxsize=256)
+def _known_steps(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    template: Traced,
+    workspaces_bytes: int,
+    workspaces: tuple[int, ...],
+    has_tile_list: bool,
+) -> list[_Steps]:
+    """Where the steps of a plan are, once they are recorded.
+
+    All that decides what is asked for, and in which order, is told: `workload` is any with the rows
+    and the length left out, of which only sizes depend; and how many workspaces each layer takes.
+    """
+    return []
+
+
+def _record(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    template: Traced,
+    hardware: Gpu | None,
+) -> _Steps:
+    memory = Memory()
+    model, engine = build_replay(spec, workload, parallelism, template, hardware, memory)
+    repeats = record(model, engine, memory, workload.grad_accumulation)
+    return _Steps(memory.allocator.program(), repeats, model.layouts())
+
+
+def _rounded_sizes(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    layouts: Iterable[tuple[tuple[str, ...], Layout]],
+) -> Integers:
+    """The bytes of each kind of request, layout by layout."""
+    plan = workload.micro_batch, workload.sequence_length, workload.lora_rank
+    sizes = [kind_sizes_bytes(spec, monomials, layout, *plan) for monomials, layout in layouts]
+    return rounded_sizes(np.concatenate(sizes))
+
+
+def _replay_part(
+    spec: RankSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    template: Traced,
+    hardware: Gpu | None,
+    capacity_bytes: int | None,
+    flying: int,
+) -> Replayed:
+    """Replay the steps of one GPU's part of a model."""
+    memory = Memory(capacity_bytes, workload.expandable_segments)
+    buffers = one_stage_beside(spec, workload, parallelism)
+    model, engine = build_replay(
+        *(spec, workload, parallelism, template, hardware, memory),
+        model_kind=StageReplay,
+        watch=lambda engine: BufferedEngine(engine, memory, buffers),
+    )
+    assert isinstance(model, StageReplay)
+    return replay_stage(model, engine, memory, workload.grad_accumulation, flying)
 
 
 def build_replay(

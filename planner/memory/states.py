@@ -22,7 +22,6 @@ from planner.memory.optimizers import (
     stepped_groups,
     temporaries_peak_bytes,
 )
-from planner.memory.sections import FLAT_GROUPS
 from planner.model import ModelSpec
 from planner.rank import RankSpec, with_all_experts
 from planner.workload import Engine, Optimizer, Precision, ReduceDtype
@@ -84,6 +83,12 @@ def parameter_stage(spec: ModelSpec, stage: int) -> int:
 
 def _ceil_div(numerator: Any, denominator: Any) -> Any:
     return -(-numerator // denominator)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """The larger one, elementwise over arrays; of two integers much sooner than NumPy finds it."""
+    are_integers = isinstance(one, int) and isinstance(other, int)
+    return max(one, other) if are_integers else np.maximum(one, other)
 
 
 def tied_shares(place: Place, precision: Precision) -> int:
@@ -306,7 +311,7 @@ class PeakmarkStates:
         }
 
     def _gradients(self, place: Place) -> Any:
-        sizes = self._gradient_numels.map(lambda numel: numel * self._kept)
+        numels = self._gradient_numels
         if self._keeps_whole:
             # As the last layer's backward runs, nothing is freed of the head's yet.
             is_next = place == Place("layer_backward", self._layers - 1)
@@ -317,12 +322,13 @@ class PeakmarkStates:
             return self.padded.total() * self._bytes.gradient + more
         read = self._whole_before(place) * self._sent if self._reads(place) else 0
         if self._accumulates:
-            return sizes.total() + read
+            return numels.total() * self._kept + read
         if not place.in_backward:
             return 0
-        after_loss = place.section != "loss_backward"
-        done = sizes.layers.total(first_finished(place, self._layers))
-        return done + after_loss * sizes.head + read
+        done = numels.layers.total(first_finished(place, self._layers))
+        if place.section != "loss_backward":
+            done = done + numels.head
+        return done * self._kept + read
 
     def _reads(self, place: Place) -> bool:
         """Whether a reduction reads the whole gradient of the group before `place`."""
@@ -340,8 +346,8 @@ class PeakmarkStates:
         """
         if self._keeps_whole:
             return (0, 0, 0)
-        names = [name.removeprefix("flat_") for name in FLAT_GROUPS]
-        sizes = [self.padded.of(name, place.layer) for name in names]
+        padded = self.padded
+        sizes = [padded.embedding, padded.layers[place.layer], padded.head]
         if place.section == "embed_backward" and self._embeds_once:
             # The buffer begins when only the sum of a tied weight's shares is left. With learned
             # positions it begins before, at their gradient.
@@ -371,7 +377,7 @@ class PeakmarkStates:
             more = shard * self._kept + whole * (self._sent - self._bytes.gradient)
             if group != "head":
                 more = more - self._whole_before(place) * self._sent
-            most = np.maximum(most, more - frees * whole * self._compute)
+            most = _larger(most, more - frees * whole * self._compute)
         return {"gradients": most}
 
     def optimizer_step(self) -> Parts:
@@ -389,5 +395,5 @@ class PeakmarkStates:
         )
         return {
             "gradients": self._gradient_numels.total() * self._kept,
-            "temporary": reduce(np.maximum, temporary),
+            "temporary": reduce(_larger, temporary),
         }

@@ -68,7 +68,7 @@ class SavedTensor:
     coefficient_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Moments:
     """Live sets at the moments that can be a step's peak, as linear forms.
 
@@ -82,10 +82,6 @@ class Moments:
     constant: Floats
     flat_key: tuple[int, ...]
     at_end: tuple[bool, ...]
-
-    def has_begun(self, row: int, flat_group: str) -> bool:
-        """Whether a flat gradient buffer exists at moment `row`."""
-        return bool(self.flat_key[row] >> FLAT_GROUPS.index(flat_group) & 1)
 
 
 # What stands for a family's name where a model was traced by itself, before the trace's own.
@@ -319,7 +315,53 @@ def monomial_values(
     lora_rank: int = 0,
 ) -> Floats:
     """Evaluate monomials: shape [len(monomials), *broadcast of batch and sequence]."""
-    sizes: dict[str, Any] = {
+    sizes = _factor_sizes(spec, micro_batch, sequence_length, lora_rank)
+    shape = np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length))
+    if not shape and not isinstance(spec, RankSpec):
+        return _values_of_one(monomials, sizes)
+    one = np.ones(shape)
+    rows = []
+    for monomial in monomials:
+        if is_partial_sums(monomial):
+            rows.append(partial_sums_value(monomial, sizes) * one)
+            continue
+        value: Any = spec.share_of(monomial) if isinstance(spec, RankSpec) else 1.0
+        for name in _factors(monomial):
+            value = value * sizes[name]
+        rows.append(value * one)
+    return np.array(rows, dtype=np.float64)
+
+
+def _values_of_one(monomials: tuple[str, ...], sizes: Mapping[str, Any]) -> Floats:
+    """Evaluate monomials of one plan: all products at once, factor by factor."""
+    factors, sums = _factor_table(monomials, tuple(sizes))
+    values: Floats = np.array([*sizes.values(), 1.0])[factors].prod(axis=0)
+    for row in sums:
+        values[row] = partial_sums_value(monomials[row], sizes)
+    return values
+
+
+@lru_cache(maxsize=512)
+def _factor_table(
+    monomials: tuple[str, ...], names: tuple[str, ...]
+) -> tuple[npt.NDArray[np.intp], tuple[int, ...]]:
+    """The number of each factor of each monomial, and which monomials are no products.
+
+    Shape [most factors, len(monomials)]; shorter ones are filled up with the number behind all.
+    """
+    number = {name: index for index, name in enumerate(names)}
+    sums = tuple(row for row, monomial in enumerate(monomials) if is_partial_sums(monomial))
+    products = [() if row in sums else _factors(m) for row, m in enumerate(monomials)]
+    table = np.full((max(map(len, products), default=0) or 1, len(monomials)), len(names))
+    for row, factors in enumerate(products):
+        table[: len(factors), row] = [number[name] for name in factors]
+    return table, sums
+
+
+def _factor_sizes(
+    spec: ModelSpec, micro_batch: Any, sequence_length: Any, lora_rank: int
+) -> dict[str, Any]:
+    return {
         **_expert_sizes(spec),
         **_latent_sizes(spec),
         "batch": micro_batch,
@@ -338,17 +380,6 @@ def monomial_values(
         "lora_rank": lora_rank,
         "chunk": chunk_tokens(micro_batch * sequence_length, spec.vocab_size),
     }
-    one = np.ones(np.broadcast_shapes(np.shape(micro_batch), np.shape(sequence_length)))
-    rows = []
-    for monomial in monomials:
-        if is_partial_sums(monomial):
-            rows.append(partial_sums_value(monomial, sizes) * one)
-            continue
-        value: Any = spec.share_of(monomial) if isinstance(spec, RankSpec) else 1.0
-        for name in _factors(monomial):
-            value = value * sizes[name]
-        rows.append(value * one if one.shape else value)
-    return np.array(rows, dtype=np.float64)
 
 
 class _Compiler:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from planner.memory.groups import Place
-from planner.memory.sections import COMPONENTS, FLAT_GROUPS
+from planner.memory.sections import COMPONENTS
 from planner.memory.states import HeldGroup, Parts
 from planner.memory.templates import Moments, monomial_values
 from planner.model import ModelSpec
@@ -73,12 +73,27 @@ def phase_of(place: Place, num_layers: int) -> str:
     return named.get(place.section, "forward")
 
 
+class _Likes(NamedTuple):
+    """Moments of one place at which an engine holds the same: their rows."""
+
+    place: Place
+    flat_key: int
+    at_end: bool
+    is_behind_loss: bool
+    rows: tuple[int, ...]
+
+
 @lru_cache(maxsize=512)
-def _rows_by_place(places: tuple[Place, ...]) -> dict[Place, list[int]]:
-    rows: dict[Place, list[int]] = {}
-    for row, place in enumerate(places):
-        rows.setdefault(place, []).append(row)
-    return rows
+def _likes(moments: Moments) -> tuple[_Likes, ...]:
+    """All moments, place by place in the order of the step."""
+    # Bytes per logit: an fp32 loss has more alive, behind it is their gradient at most.
+    logits = moments.constant[:, COMPONENTS.index("logits")].sum(axis=1)
+    found: dict[tuple[Place, int, bool, bool], list[int]] = {}
+    for row, place in enumerate(moments.place):
+        is_behind = place.section == "loss_backward" and bool(logits[row] <= _GRADIENT_BYTES)
+        key = place, moments.flat_key[row], moments.at_end[row], is_behind
+        found.setdefault(key, []).append(row)
+    return tuple(_Likes(*key, tuple(rows)) for key, rows in found.items())
 
 
 class Timeline:
@@ -100,69 +115,92 @@ class Timeline:
         self._live: Any = np.tensordot(moments.constant, values, axes=1)
         self._live_total: Any = self._live.sum(axis=1)
         self._persistent = states.persistent()
-        self._engine_totals: dict[tuple[Place, int, bool, bool], Any] = {}
-        rows = _rows_by_place(moments.place)
+        # By place, as they are asked for.
+        self._parts_at: dict[Place, Parts] = {}
+        self._total_at: dict[Place, Any] = {}
+        self._flat_at: dict[Place, tuple[Any, ...]] = {}
+        likes = _likes(moments)
         if isinstance(spec, RankSpec):
-            rows = {place: r for place, r in rows.items() if spec.runs(place.section)}
-        self._rows = rows
-        # Bytes per logit: an fp32 loss has more alive, behind it is their gradient at most.
-        logits = moments.constant[:, COMPONENTS.index("logits")].sum(axis=1)
-        backward = rows.get(Place("loss_backward"), [])
-        self._behind_loss = {row for row in backward if logits[row] <= _GRADIENT_BYTES}
+            likes = tuple(like for like in likes if spec.runs(like.place.section))
+        self._likes = likes
 
     def highest(self) -> dict[str, Moment]:
         """The highest moment of every phase (scalars only)."""
-        best: dict[str, tuple[float, Place, int]] = {}
-        for place, rows in self._rows.items():
-            totals = [float(self._total(place, row)) for row in rows]
-            top = int(np.argmax(totals))
-            candidate = (totals[top], place, rows[top])
+        live = self._live_total.tolist()
+        best: dict[str, tuple[float, Place, int, _Likes]] = {}
+        for place, (total, row, like) in self._highest_by_place(live).items():
             phase = phase_of(place, self._num_layers)
-            best[phase] = max(best.get(phase, candidate), candidate)
-        found = {phase: self._moment(place, row) for phase, (_, place, row) in best.items()}
+            candidate = (total, place, row, like)
+            # Of equal ones the later place.
+            if phase not in best or candidate[:3] > best[phase][:3]:
+                best[phase] = candidate
+        found = {phase: self._moment(like, row) for phase, (*_, row, like) in best.items()}
         found[OPTIMIZER_STEP] = Moment(Place(OPTIMIZER_STEP), self._optimizer_parts())
         return {name: found[name] for name in PHASES if name in found}
+
+    def _highest_by_place(self, live: list[float]) -> dict[Place, tuple[float, int, _Likes]]:
+        """The highest moment of each place, of equal ones the first: total, row and its likes."""
+        best: dict[Place, tuple[float, int, _Likes]] = {}
+        for like in self._likes:
+            engine_bytes = self._engine_total(like)
+            row = max(like.rows, key=live.__getitem__)
+            total = float(live[row] + engine_bytes)
+            known = best.get(like.place)
+            if known is None or (total, -row) > (known[0], -known[1]):
+                best[like.place] = total, row, like
+        return best
 
     def peak_bytes(self) -> Any:
         """The highest total over all moments, elementwise over arrays of plans."""
         peak = sum(self._optimizer_parts().values())
-        for place, rows in self._rows.items():
-            for row in rows:
-                peak = np.maximum(peak, self._total(place, row))
+        for like in self._likes:
+            live = self._live_total[list(like.rows)].max(axis=0)
+            peak = np.maximum(peak, live + self._engine_total(like))
         return peak
 
     def _optimizer_parts(self) -> Parts:
         return add_parts(self._persistent, self._states.optimizer_step())
 
-    def _engine_parts(self, place: Place, row: int) -> Parts:
-        states, moments = self._states, self._moments
-        parts = add_parts(self._persistent, states.at(place))
-        if self._beside is not None:
-            parts = add_parts(parts, self._beside(place))
-        if place.in_backward and moments.flat_key[row]:
-            sizes = zip(FLAT_GROUPS, states.flat(place), strict=True)
-            begun = sum(size for name, size in sizes if moments.has_begun(row, name))
-            parts["gradients"] = parts["gradients"] + begun
-        if row in self._behind_loss:
-            parts = add_parts(parts, states.behind_loss())
-        if moments.at_end[row]:
-            parts = add_parts(parts, states.at_section_end(place))
+    def _parts_before(self, place: Place) -> Parts:
+        """What engine and all that is beside it hold as a place begins."""
+        if place not in self._parts_at:
+            parts = add_parts(self._persistent, self._states.at(place))
+            if self._beside is not None:
+                parts = add_parts(parts, self._beside(place))
+            self._parts_at[place] = parts
+        return self._parts_at[place]
+
+    def _engine_parts(self, like: _Likes) -> Parts:
+        parts = self._parts_before(like.place)
+        for more in self._parts_more(like):
+            parts = add_parts(parts, more)
         return parts
 
-    def _total(self, place: Place, row: int) -> Any:
-        return self._live_total[row] + self._engine_total(place, row)
+    def _engine_total(self, like: _Likes) -> Any:
+        if like.place not in self._total_at:
+            self._total_at[like.place] = sum(self._parts_before(like.place).values())
+        total = self._total_at[like.place]
+        for more in self._parts_more(like):
+            for size_bytes in more.values():
+                total = total + size_bytes
+        return total
 
-    def _engine_total(self, place: Place, row: int) -> Any:
-        # Moments of one section differ in the model's tensors; the engine's change once or twice.
-        moments = self._moments
-        key = (place, moments.flat_key[row], moments.at_end[row], row in self._behind_loss)
-        if key not in self._engine_totals:
-            self._engine_totals[key] = sum(self._engine_parts(place, row).values())
-        return self._engine_totals[key]
+    def _parts_more(self, like: _Likes) -> Iterator[Parts]:
+        """What the engine holds at these moments beyond what it held as the place began."""
+        place = like.place
+        if like.flat_key and place.in_backward:
+            if place not in self._flat_at:
+                self._flat_at[place] = self._states.flat(place)
+            sizes = enumerate(self._flat_at[place])
+            yield {"gradients": sum(size for bit, size in sizes if like.flat_key >> bit & 1)}
+        if like.is_behind_loss:
+            yield self._states.behind_loss()
+        if like.at_end:
+            yield self._states.at_section_end(place)
 
-    def _moment(self, place: Place, row: int) -> Moment:
+    def _moment(self, like: _Likes, row: int) -> Moment:
         live = dict(zip(COMPONENTS, self._live[row].tolist(), strict=True))
-        return Moment(place, add_parts(self._engine_parts(place, row), live))
+        return Moment(like.place, add_parts(self._engine_parts(like), live))
 
 
 def add_parts(*many: Parts) -> Parts:

@@ -141,9 +141,17 @@ class _NamedMemory(Memory):
 
         Raises KeyError for a key that nobody has named: guessed, it would be drawn as a wrong part.
         """
+        self._name(key, size_bytes)
+        super().take(key, size_bytes, stream)
+
+    def take_of_batch(self, key: str, size_bytes: int) -> None:
+        """Allocate as `take` does; see there."""
+        self._name(key, size_bytes)
+        super().take_of_batch(key, size_bytes)
+
+    def _name(self, key: Any, size_bytes: int) -> None:
         name = key[0] if isinstance(key, tuple) else key
         self.named[self.allocator.num_operations] = self._component_of[str(name)], size_bytes
-        super().take(key, size_bytes, stream)
 
 
 class _WatchedEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -189,3 +190,56 @@ def test_steps_are_served_as_often_as_they_are_repeated() -> None:
     recorder.take(step, 20 * MIB_BYTES)  # what held it is never given back
     assert recorder.serve(repeats=1).allocated_bytes == 40 * MIB_BYTES
     assert recorder.serve(repeats=3).allocated_bytes == 80 * MIB_BYTES
+
+
+@pytest.mark.usefixtures("form")
+def test_a_search_passes_many_sizes_without_a_block() -> None:
+    """60 sizes have lost their blocks as a larger one is asked for, then some have one again."""
+    both = Both(None, False)
+    for slot in range(NUM_SLOTS):
+        both.take(slot, (2 * slot + 1) * 512, 0)
+    for slot in range(0, NUM_SLOTS, 2):
+        both.give(slot)
+    for slot in range(0, NUM_SLOTS, 2):
+        both.take(slot, (2 * slot + 1) * 512, 0)
+    for slot in (*range(1, NUM_SLOTS, 2), *range(0, NUM_SLOTS, 4)):
+        both.give(slot)
+    both.take(1, 512, 0)
+    both.take(3, 90 * 512, 0)
+    both.compare(both.recorder.serve())
+
+
+def test_sizes_that_follow_from_the_batch_can_be_others() -> None:
+    recorder = Recorder()
+    fixed, tokens = recorder.new_slots(1), recorder.new_slots(1)
+    recorder.take(fixed, 1000)
+    recorder.take_of_batch(tokens, 700, "tokens")
+    nothing = np.empty(0, dtype=np.int64)
+    program = recorder.program()
+    # 1,000 and 700 bytes are two blocks of 512 each; 1,025 are three.
+    assert program.serve(nothing).allocated_bytes == 4 * 512
+    assert program.with_sizes({"tokens": 1025}).serve(nothing).allocated_bytes == 5 * 512
+    assert program.serve(nothing).allocated_bytes == 4 * 512
+
+
+def test_where_numba_is_broken_python_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise ImportError("no LLVM here")
+
+    monkeypatch.setattr(recording, "_compiled", [])
+    monkeypatch.setattr(recording, "_why_interpreted", [])
+    monkeypatch.setattr(recording, "_num_served", itertools.count())
+    monkeypatch.setattr(recording, "_NUM_INTERPRETED", 0)
+    monkeypatch.setattr(recording, "compiled_serve", broken)
+    assert recording.how_served() == "run by Python until compiled code is loaded"
+    recorder = Recorder()
+    recorder.allocate(MIB_BYTES)
+    assert recorder.serve().allocated_bytes == MIB_BYTES
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(timeout=10)
+    assert recording.how_served().endswith("could not compile it (ImportError: no LLVM here)")
+    assert recorder.serve().allocated_bytes == MIB_BYTES
+    assert capfd.readouterr().err == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,19 @@ def test_a_buffer_has_a_place_for_every_block_and_thread(
     rows: int, columns: int, element_bytes: int, expected_mib: float
 ) -> None:
     assert 4 * int(partial_sums(rows, columns, element_bytes)) / MIB == expected_mib
+    name = partial_sums_name(str(rows), str(columns), element_bytes)
+    assert 4 * partial_sums_value(name, {}) / MIB == expected_mib
+
+
+def test_one_matrix_is_evaluated_as_many_are() -> None:
+    source = random.Random(1)
+    for _ in range(2000):
+        rows, columns = (int(2 ** source.uniform(0, most)) for most in (21, 18))
+        # Most real matrices have a multiple of eight columns.
+        columns = columns // 8 * 8 or columns
+        element_bytes = source.choice((2, 4, 8))
+        name = partial_sums_name(str(rows), str(columns), element_bytes)
+        assert partial_sums_value(name, {}) == partial_sums(rows, columns, element_bytes)
 
 
 def test_a_grid_of_batches_and_lengths_is_evaluated_at_once() -> None:

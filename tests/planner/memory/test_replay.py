@@ -12,7 +12,7 @@ import pytest
 from planner.errors import PlanError
 from planner.memory.offload import OffloadedReplay
 from planner.memory.replay import EngineReplay
-from planner.memory.replay_engines import replay_training
+from planner.memory.replay_engines import _known_steps, replay_training
 from planner.memory.replay_fsdp2 import Fsdp2Replay
 from planner.memory.replay_peakmark import PeakmarkReplay
 from planner.memory.templates import traced
@@ -25,6 +25,7 @@ from planner.workload import (
     Attention,
     Checkpointing,
     Engine,
+    Loss,
     Optimizer,
     Parallelism,
     Precision,
@@ -161,3 +162,41 @@ def test_a_step_recorded_once_is_every_step(
         with monkeypatch.context() as patch:
             patch.setattr(replay, "repeats", False)
             assert replay_training.__wrapped__(*plan) == once
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "chosen"),
+    [
+        (Engine.PEAKMARK, 0, {}),
+        (
+            Engine.PEAKMARK,
+            3,
+            {"grad_accumulation": 2, "packed": True, "attention": Attention.EAGER},
+        ),
+        (Engine.PEAKMARK, 2, {"attention": Attention.TRITON, "checkpointing": Checkpointing.FULL}),
+        (Engine.PEAKMARK, 1, {"loss": Loss.CHUNKED}),
+        (Engine.PEAKMARK, 3, {"lora_rank": 8}),
+        (Engine.FSDP2, 3, {"grad_accumulation": 2, "sync_each_micro_batch": False}),
+        (Engine.DDP, 0, {"precision": Precision.BF16}),
+        (Engine.DEEPSPEED, 1, {"grad_accumulation": 2}),
+        (Engine.DEEPSPEED, 2, {}),
+        (Engine.DEEPSPEED, 3, {"checkpointing": Checkpointing.FULL}),
+    ],
+)
+def test_steps_recorded_for_other_rows_and_another_length_are_the_plan_s(
+    engine: Engine, stage: int, chosen: dict[str, Any]
+) -> None:
+    """What is recorded once serves all batches and lengths: as if each had been recorded."""
+    spec = resolve_model("Qwen/Qwen2.5-0.5B", {"num_hidden_layers": 4})
+    ranks = Parallelism(engine=engine, zero_stage=stage, world_size=2)
+    found = {}
+    for is_fresh in (False, True):
+        for rows, length in ((1, 512), (1, 1100), (3, 700)):
+            if is_fresh:
+                _known_steps.cache_clear()
+            workload = TrainingWorkload(micro_batch=rows, sequence_length=length, **chosen)
+            plan = spec, workload, ranks, traced(spec, workload, length), None
+            found[is_fresh, rows, length] = replay_training.__wrapped__(*plan)
+    for rows, length in ((1, 512), (1, 1100), (3, 700)):
+        assert found[False, rows, length] == found[True, rows, length]
+    assert found[True, 1, 512] != found[True, 1, 1100]

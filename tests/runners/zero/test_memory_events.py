@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.config_input import spec_from_config
-from planner.memory.replay import Memory, replay
+from planner.memory.replay import Memory, record, replayed
 from planner.memory.replay_engines import build_replay
 from planner.memory.step_sections import section_label
 from planner.memory.templates import traced
@@ -253,7 +253,7 @@ def _replayed_events(case: Case) -> list[Event]:
         *(case.spec, case.workload, ranks, key, None, memory),
         watch=lambda engine: _Noted(engine, events),
     )
-    replay(model, engine, memory, case.micro_batches)
+    replayed(memory, record(model, engine, memory, case.micro_batches))
     return events[:-1]
 
 
