@@ -338,14 +338,21 @@ def worker_alive() -> bool:
     return repository.worker_alive(database())
 
 
-def submit_proof(plan: Plan, world: str, idempotency_key: str, **folders: str | None) -> str:
+def submit_proof(
+    plan: Plan,
+    world: str,
+    idempotency_key: str,
+    *,
+    save_to: str | None = None,
+    load_from: str | None = None,
+) -> str:
     """Queue a run that proves `plan`; the same key never queues twice. Returns the run id.
 
-    `folders` are `save_to` and `load_from`; raises PlanError where they cannot be what they are for.
+    Raises PlanError where `save_to` or `load_from` cannot be what it is for.
     """
     return repository.create_run(
         database(),
-        job_spec(plan, world, **folders),
+        job_spec(plan, world, save_to=save_to, load_from=load_from),
         plan.to_dict(),
         prediction_of(plan),
         idempotency_key=idempotency_key,

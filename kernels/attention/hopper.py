@@ -50,12 +50,13 @@ def attend(
     no dimension empty, strides as `tile_descriptor` wants them. A query sees `left` keys before its
     own and `right` after it, UNBOUNDED for all: causal is a right of 0. No softcap is 0.
     """
-    bounds = tuple(None if bound >= UNBOUNDED else bound for bound in (left, right))
+    lower = None if left >= UNBOUNDED else left
+    upper = None if right >= UNBOUNDED else right
     is_plain = softcap == 0 and sinks is None
-    if is_plain and is_persistent(q.shape[-1], v.shape[-1], *bounds):
+    if is_plain and is_persistent(q.shape[-1], v.shape[-1], lower, upper):
         forward(q, k, v, out, lse, right == 0, scale)
     else:
-        single_forward(q, k, v, out, lse, *bounds, scale, softcap=softcap, sinks=sinks)
+        single_forward(q, k, v, out, lse, lower, upper, scale, softcap=softcap, sinks=sinks)
 
 
 @lru_cache(maxsize=64)

@@ -201,7 +201,10 @@ def _strides(scale: Tensor | None) -> tuple[int, int, int]:
     """Strides over pages, heads and tokens; a scale per head has one only."""
     if scale is None:
         return 0, 0, 0
-    return (0, scale.stride(0), 0) if scale.dim() == 1 else scale.stride()
+    if scale.dim() == 1:
+        return 0, scale.stride(0), 0
+    pages, heads, tokens = scale.stride()
+    return pages, heads, tokens
 
 
 @torch.library.custom_op("peakmark::decode_attention", mutates_args=())

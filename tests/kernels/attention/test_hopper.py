@@ -130,9 +130,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert all(torch.equal(a[-1:], b) for a, b in zip(whole, last, strict=True))
 
 
-def test_its_gradients_fit_its_lse(
-    make_inputs: Make, assert_accurate: Callable[..., None]
-) -> None:
+def test_its_gradients_fit_its_lse(make_inputs: Make, assert_accurate: Callable[..., None]) -> None:
     with dispatch.forced_backend("auto"):
         assert_accurate(*make_inputs(2, (4, 2), (300, 413), 128, BF16), causal=True)
 
