@@ -30,7 +30,6 @@ from planner.hardware import Gpu, gpu_presets
 from planner.hub import fetch_hub_config
 from planner.memory.kinds import layer_kinds
 from planner.memory.timeline_series import step_timeline, why_no_timeline
-from planner.paper import paper_table
 from planner.plan import Plan, parse_plan, plan_hash
 from planner.predict import predict
 from planner.presets import model_presets, resolve_model
@@ -287,11 +286,6 @@ def _single_changes(document: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
         if value != document[part][key]
         and (key != "zero_stage" or value > parallelism["zero_stage"])
     ]
-
-
-def zero_paper_rows(name: str, parameters: int) -> list[dict[str, Any]]:
-    """Return the ZeRO paper's decimal GB per GPU for this many parameters."""
-    return [asdict(row) for row in paper_table({name: parameters})]
 
 
 def small_proof(plan: Plan) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import streamlit as st
@@ -25,6 +26,7 @@ from app.components.workload_form import (
     serving_form,
     training_form,
 )
+from planner.paper import paper_table
 from planner.plan import Plan
 
 
@@ -123,4 +125,5 @@ def _paper_view(prediction: Mapping[str, Any]) -> None:
             "GPU. It knows no activations, logits, buffers or context: it is not the prediction."
         )
         model = prediction["model"]
-        show_table(services.zero_paper_rows(model["name"], model["parameters"]), key="paper")
+        rows = [asdict(row) for row in paper_table({model["name"]: model["parameters"]})]
+        show_table(rows, key="paper")

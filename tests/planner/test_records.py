@@ -56,7 +56,7 @@ def test_a_row_survives_reading_and_writing() -> None:
         ({"schema": 2}, "schema", "schema is 2"),
         ({"id": "xyz"}, "id", "id is 'xyz'"),
         ({"id": "0" * 16}, "id", "the row was changed"),
-        ({"kind": "decode"}, "kind", "kind is 'decode'"),
+        ({"kind": "generate"}, "kind", "kind is 'generate'"),
         ({"kind": "attention"}, "spec.kind", "spec.kind is 'train_step'"),
         ({"recorded_at": "yesterday"}, "recorded_at", "recorded_at is 'yesterday'"),
         ({"recorded_at": "2026-11-29T12:00:00"}, "recorded_at", "timezone"),

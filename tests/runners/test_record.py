@@ -60,7 +60,7 @@ def test_a_run_is_laid_over_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "sentence"),
     [
-        ({"kind": "decode", "world": "cpu"}, "m.json: run 1: 'decode' is not a valid JobKind"),
+        ({"kind": "generate", "world": "cpu"}, "m.json: run 1: 'generate' is not a valid JobKind"),
         ({"kind": "attention", "colour": 1}, "run 1: job spec has unknown fields: colour"),
         (
             {"kind": "train_step", "world": "cpu", "plan": {"parallelism": {"world_size": 99}}},
