@@ -30,6 +30,8 @@ def test_the_plans_tensors_are_found_filtered_and_taken_away(
     page.get_by_role("textbox", name="Search").fill("master float32")
     page.get_by_role("textbox", name="Search").press("Enter")
     expect(page.get_by_text(re.compile(r"^3 of \d+ kinds of tensors"))).to_be_visible()
+    # The words come before the button's new file does: the script has to end first.
+    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]')
     with page.expect_download() as waiting:
         page.get_by_role("button", name="Ledger as CSV").click()
     path = tmp_path / "ledger.csv"
