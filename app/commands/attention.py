@@ -16,6 +16,7 @@ from app.commands.options import (
     with_options,
 )
 from app.commands.output import JsonFlag, make_table, print_json, print_line, print_table, styled
+from app.commands.queued import exit_unless_done, say_outcome
 from app.commands.store import opened_database
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def attention_command(
         print_json(document(found, detail, seen))
     else:
         report(found, detail, seen)
-    if detail is not None and detail.summary.state.value != "done":
-        raise typer.Exit(1)
+    if detail is not None:
+        exit_unless_done(detail)
 
 
 def problem_from(plan: Any, chosen: Mapping[str, Any]) -> AttentionProblem:
@@ -166,10 +167,7 @@ def report(found: AttentionAnswer, detail: RunDetail | None, seen: Mapping[Varia
     for name, reason in found.refused.items():
         print_line(f"{name} is not shown: {reason}")
     if detail is not None:
-        summary = detail.summary
-        print_line(f"Run {summary.id}: {summary.state.value} in world {summary.world.value}")
-        if summary.why:
-            print_line(summary.why)
+        say_outcome(detail)
 
 
 def rows(found: AttentionAnswer, seen: Mapping[Variant, Seen]) -> Iterator[Sequence[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ from app.commands.output import (
     print_line,
     print_table,
 )
-from app.commands.store import opened_database
+from app.commands.queued import exit_unless_done, run_here, say_outcome
 
 if TYPE_CHECKING:
     from db.views import RunDetail
@@ -46,18 +45,10 @@ def calibrate_command(
 
     The curves are stored with their environment. Exit code 0 when the run is done, else 1.
     """
-    from app.commands.prove import Watch
-    from db.repository import create_run
-
     spec = calibration_spec(gpus, world, budget, deadline)
-    with opened_database() as database:
-        run_id = create_run(
-            database, spec, None, None, idempotency_key=uuid.uuid4().hex, who="command line"
-        )
-        detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
+    detail = run_here(spec, quiet=json)
     report(detail, as_json=json)
-    if detail.summary.state.value != "done":
-        raise typer.Exit(1)
+    exit_unless_done(detail)
 
 
 def calibration_spec(
@@ -96,10 +87,7 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
         found = stored_findings(detail.measured or {}, detail.environment)
         print_json({"schema": 1, **detail.to_dict(), "findings": [one.to_dict() for one in found]})
         return
-    summary = detail.summary
-    print_line(f"Run {summary.id}: {summary.state.value} in world {summary.world.value}")
-    if summary.why:
-        print_line(summary.why)
+    say_outcome(detail)
     if detail.measured:
         print_calibration(detail)
 

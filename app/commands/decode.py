@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from app.commands.output import (
-    InputError,
     JsonFlag,
     make_table,
     print_json,
     print_line,
     print_table,
 )
-from app.commands.store import opened_database
+from app.commands.queued import (
+    decoding_model,
+    decoding_world,
+    exit_unless_done,
+    run_here,
+    say_outcome,
+)
 
 if TYPE_CHECKING:
     from db.views import RunDetail
-
-WORLDS = ("solo", "cpu")
 
 
 def decode_command(
@@ -62,17 +64,12 @@ def decode_command(
 
     Exit code 0 when the run is done, else 1.
     """
-    from app.commands.options import model_part
-    from app.commands.prove import Watch
-    from db.repository import create_run
     from planner.decode_run import parse_decode
 
-    if model is not None and config is not None:
-        sentence = "--model and --config both name a model: give one of them."
-        raise InputError("config", str(config), "without --model", sentence)
-    chosen = world_of(world)
+    of = decoding_model(model, config)
+    chosen = decoding_world(world)
     asked = {
-        "model": model_part({"model": model or "llama-3.2-1b", "config": config}),
+        "model": of,
         "batch": batch,
         "context": context,
         "new_tokens": new_tokens,
@@ -88,28 +85,9 @@ def decode_command(
     run, _ = parse_decode(asked)
     spec = {"schema": 1, "kind": "decode", "world": chosen, "decode": run.to_dict()}
     spec["deadline_s"] = deadline
-    with opened_database() as database:
-        key = uuid.uuid4().hex
-        run_id = create_run(database, spec, None, None, idempotency_key=key, who="command line")
-        detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
+    detail = run_here(spec, quiet=json)
     report(detail, as_json=json)
-    if detail.summary.state.value != "done":
-        raise typer.Exit(1)
-
-
-def world_of(world: str | None) -> str:
-    """Return the world; raises InputError for one that this machine does not have."""
-    from planner.attached import attached_gpus
-
-    attached = len(attached_gpus().gpus)
-    chosen = world or ("solo" if attached else "cpu")
-    if chosen not in WORLDS:
-        allowed = " or ".join(WORLDS)
-        raise InputError("world", world, allowed, f"--world is {world!r}: it must be {allowed}.")
-    if chosen == "solo" and not attached:
-        sentence = "--world solo needs a GPU and none is attached: use --world cpu."
-        raise InputError("world", world, "cpu", sentence)
-    return chosen
+    exit_unless_done(detail)
 
 
 def report(detail: RunDetail, *, as_json: bool) -> None:
@@ -117,10 +95,7 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
     if as_json:
         print_json({"schema": 1, **detail.to_dict()})
         return
-    summary = detail.summary
-    print_line(f"Run {summary.id}: {summary.state.value} in world {summary.world.value}")
-    if summary.why:
-        print_line(summary.why)
+    say_outcome(detail)
     print_decode(detail.spec, detail.measured or {})
 
 

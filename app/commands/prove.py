@@ -25,6 +25,7 @@ from app.commands.output import (
     print_json,
     print_line,
 )
+from app.commands.queued import say_outcome
 from app.commands.store import opened_database
 from app.saved_words import saved_lines
 
@@ -267,9 +268,7 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
         rows = comparison_rows(prediction, measured, world) if measured else []
         print_json({"schema": 1, **detail.to_dict(), "comparison": rows})
         return
-    print_line(f"Run {detail.summary.id}: {state} in world {world}")
-    if detail.summary.why:
-        print_line(detail.summary.why)
+    say_outcome(detail)
     if state == "oom_device":
         print_line(f"Predicted: {prediction['verdict']['sentence']}")
     elif measured:

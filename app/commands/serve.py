@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.commands.decode import world_of
 from app.commands.output import (
     InputError,
     JsonFlag,
     make_table,
     print_json,
-    print_line,
     print_table,
 )
-from app.commands.store import opened_database
+from app.commands.queued import (
+    decoding_model,
+    decoding_world,
+    exit_unless_done,
+    run_here,
+    say_outcome,
+)
 
 if TYPE_CHECKING:
     from db.views import RunDetail
@@ -64,15 +67,10 @@ def serve_command(
 
     Exit code 0 when the run is done, else 1.
     """
-    from app.commands.options import model_part
-    from app.commands.prove import Watch
-    from db.repository import create_run
     from planner.serve_run import parse_serve
 
-    if model is not None and config is not None:
-        sentence = "--model and --config both name a model: give one of them."
-        raise InputError("config", str(config), "without --model", sentence)
-    chosen = world_of(world)
+    of = decoding_model(model, config)
+    chosen = decoding_world(world)
     poisson = {
         "requests": requests,
         "rate_per_s": rate,
@@ -81,7 +79,7 @@ def serve_command(
         "seed": seed,
     }
     asked = {
-        "model": model_part({"model": model or "llama-3.2-1b", "config": config}),
+        "model": of,
         "trace": poisson if trace is None else _trace_file(trace),
         "dtype": dtype or ("fp32" if chosen == "cpu" else "bf16"),
         "attention": attention or ("torch" if chosen == "cpu" else "peakmark"),
@@ -90,13 +88,9 @@ def serve_command(
     run, _ = parse_serve(asked)
     spec = {"schema": 1, "kind": "serve", "world": chosen, "serve": run.to_dict()}
     spec["deadline_s"] = deadline
-    with opened_database() as database:
-        key = uuid.uuid4().hex
-        run_id = create_run(database, spec, None, None, idempotency_key=key, who="command line")
-        detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
+    detail = run_here(spec, quiet=json)
     report(detail, as_json=json)
-    if detail.summary.state.value != "done":
-        raise typer.Exit(1)
+    exit_unless_done(detail)
 
 
 def _pair(name: str, text: str) -> list[int]:
@@ -124,10 +118,7 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
     if as_json:
         print_json({"schema": 1, **detail.to_dict()})
         return
-    summary = detail.summary
-    print_line(f"Run {summary.id}: {summary.state.value} in world {summary.world.value}")
-    if summary.why:
-        print_line(summary.why)
+    say_outcome(detail)
     print_serving(detail.measured or {})
 
 

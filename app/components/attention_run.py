@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
-
 import streamlit as st
 
 from app import attention_rows, services
 from app.attention_job import runnable, too_big_for_host
+from app.components.queued_run import show_submitted, submit_once
 from planner.attention.answer import AttentionAnswer
 
 LAST_RUN, RUN_KEY = "attention_last_run", "attention_run_key"
@@ -46,29 +45,14 @@ def show_run_box(found: AttentionAnswer) -> None:
 
 
 def _submit(found: AttentionAnswer, world: str) -> None:
-    """Queue the run once, however often the button is pressed before the page answers."""
-    key = st.session_state.setdefault(RUN_KEY, uuid.uuid4().hex)
-    try:
-        run_id = attention_rows.submit(found, world, key=key)
-    except services.PROBLEMS as problem:
-        st.session_state[LAST_RUN] = {"problem": str(problem)}
-        return
-    st.session_state[LAST_RUN] = {"run": run_id}
-    st.session_state[RUN_KEY] = uuid.uuid4().hex
+    submit_once(
+        lambda key: attention_rows.submit(found, world, key=key),
+        key_name=RUN_KEY,
+        last_name=LAST_RUN,
+    )
 
 
 def _show_outcome() -> None:
-    last = st.session_state.get(LAST_RUN)
-    if last and "problem" in last:
-        st.error(last["problem"])
-    elif last:
-        with st.container(horizontal=True, vertical_alignment="center"):
-            st.markdown(f":green[:material/check:] Run {last['run']} is queued.")
-            st.page_link(
-                "app_pages/run.py",
-                label="Open the run",
-                icon=":material/timeline:",
-                query_params={"run": last["run"]},
-            )
+    show_submitted(LAST_RUN)
     if not services.worker_alive():
         st.caption(f"No worker is alive, so a run would wait; start one with `{START_WORKER}`.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import streamlit as st
 
 from app import services
 from app.charts.style import size_text
+from app.components.queued_run import show_submitted, submit_once
 from app.proof import gpu_only, host_memory_free_bytes, host_memory_needed_bytes, unprovable
 from planner.plan import Plan
 from planner.workload import Engine
@@ -128,15 +128,11 @@ def _offer_small_proof(plan: Plan, reason: str) -> None:
 
 
 def _submit(plan: Plan, world: str) -> None:
-    """Queue the run once, however often the button is pressed before the page answers."""
-    key = st.session_state.setdefault(PROOF_KEY, uuid.uuid4().hex)
-    try:
-        run_id = services.submit_proof(plan, world, key, **_folders(plan))
-    except services.PROBLEMS as problem:
-        st.session_state[LAST_RUN] = {"problem": str(problem)}
-        return
-    st.session_state[LAST_RUN] = {"run": run_id}
-    st.session_state[PROOF_KEY] = uuid.uuid4().hex
+    submit_once(
+        lambda key: services.submit_proof(plan, world, key, **_folders(plan)),
+        key_name=PROOF_KEY,
+        last_name=LAST_RUN,
+    )
 
 
 def _submit_small(plan: Plan) -> None:
@@ -144,18 +140,7 @@ def _submit_small(plan: Plan) -> None:
 
 
 def _show_outcome(gpus: int) -> None:
-    last = st.session_state.get(LAST_RUN)
-    if last and "problem" in last:
-        st.error(last["problem"])
-    elif last:
-        with st.container(horizontal=True, vertical_alignment="center"):
-            st.markdown(f":green[:material/check:] Run {last['run']} is queued.")
-            st.page_link(
-                "app_pages/run.py",
-                label="Open the run",
-                icon=":material/timeline:",
-                query_params={"run": last["run"]},
-            )
+    show_submitted(LAST_RUN)
     where = "no GPU is attached to this machine" if gpus == 0 else f"{gpus} GPU(s) attached"
     if services.worker_alive():
         st.caption(f"A worker is ready; {where}.")

@@ -2,7 +2,7 @@
 
 Bytes per parameter follow from the engines' code: `runners/zero` for ours; torch's
 `distributed/fsdp/_fully_shard` for FSDP2, which copies every parameter in and out of its gathers and
-into its reductions; `csrc/distributed/c10d/reducer.cpp` for DDP; DeepSpeed's `runtime/zero`.
+into its reductions; `csrc/distributed/c10d/reducer.cpp` for DDP. DeepSpeed's are estimated.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from planner.speed.stream_kinds import stream_number
 from planner.workload import Engine, Optimizer, Precision, TrainingWorkload
 
 _FP32_BYTES = 4
-# DeepSpeed's step reads its gradients for overflow (2), casts them flat (6), sums their squares as
-# doubles (4 + 8 + 8) and multiplies them by the loss's scale (8): runtime/zero/stage_1_and_2.py and
-# stage3.py, step, with runtime/utils.py, get_grad_norm. Parameters are cast back (6).
+# Estimated, not counted in its code, and chosen when recorded steps were known: DeepSpeed's step reads its
+# gradients for overflow (2), casts them flat (6), sums their squares (4 + 8 + 8) and scales them (8, which
+# 0.19.8 leaves out in bf16 without clipping: stage_1_and_2.py, unscale_and_clip_grads). Parameters are
+# cast back (6).
 _DEEPSPEED_BYTES = 2 + 6 + 20 + 8 + 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,11 @@ TINY_CONFIG = (
     '{"model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, '
     '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}'
 )
+DECODING_CONFIG = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,3 +84,17 @@ def run(
         return int(caught.value.code or 0), captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that a command starts compute with one thread."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def decoding_config(tmp_path: Path) -> str:
+    """A file of a model of 64 positions, quick to decode on a CPU."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(DECODING_CONFIG))
+    return str(path)

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Run = Callable[..., tuple[int, str, str]]
-CONFIG = {
-    "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}  # fmt: skip
 SIZES = ("--batch", "2", "--context", "20", "--new-tokens", "6", "--page-size", "16")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(CONFIG))
-    return str(path)
-
-
-def test_a_model_decodes_here_beside_transformers(run: Run, config: str) -> None:
-    code, out, _ = run("decode", "--config", config, *SIZES, "--world", "cpu", "--json")
+def test_a_model_decodes_here_beside_transformers(run: Run, decoding_config: str) -> None:
+    code, out, _ = run("decode", "--config", decoding_config, *SIZES, "--world", "cpu", "--json")
     document = json.loads(out)
     assert code == 0, document["summary"]
     measured = document["measured"]
@@ -56,8 +40,8 @@ def test_a_model_decodes_here_beside_transformers(run: Run, config: str) -> None
     ],
 )
 def test_what_cannot_run_is_one_sentence(
-    run: Run, config: str, arguments: tuple[str, ...], sentence: str
+    run: Run, decoding_config: str, arguments: tuple[str, ...], sentence: str
 ) -> None:
-    code, _, err = run("decode", "--config", config, *arguments)
+    code, _, err = run("decode", "--config", decoding_config, *arguments)
     assert code == 2
     assert sentence in err

@@ -8,33 +8,18 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Run = Callable[..., tuple[int, str, str]]
-CONFIG = {
-    "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}  # fmt: skip
 SIZES = ("--rows", "2", "--pages", "6", "--page-size", "16", "--chunk-tokens", "16")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    path = tmp_path / "tiny.json"
-    path.write_text(json.dumps(CONFIG))
-    return str(path)
-
-
-def test_a_trace_is_served_and_kept(run: Run, config: str, tmp_path: Path) -> None:
+def test_a_trace_is_served_and_kept(run: Run, decoding_config: str, tmp_path: Path) -> None:
     """Of three requests one client goes away after two tokens; what is left is as each alone."""
     request = {"arrival_s": 0.0, "prompt_tokens": 20, "new_tokens": 6}
     trace = [request, {**request, "cancel_after": 2}, {**request, "arrival_s": 0.1}]
     (tmp_path / "trace.json").write_text(json.dumps(trace))
-    arguments = ("--config", config, "--trace", str(tmp_path / "trace.json"), *SIZES)
+    arguments = ("--config", decoding_config, "--trace", str(tmp_path / "trace.json"), *SIZES)
     code, out, _ = run("serve", *arguments, "--world", "cpu", "--json")
     document = json.loads(out)
     assert code == 0, document["summary"]
@@ -59,8 +44,8 @@ def test_a_trace_is_served_and_kept(run: Run, config: str, tmp_path: Path) -> No
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_one_sentence(
-    run: Run, config: str, arguments: tuple[str, ...], sentence: str
+    run: Run, decoding_config: str, arguments: tuple[str, ...], sentence: str
 ) -> None:
-    code, _, err = run("serve", "--config", config, *arguments)
+    code, _, err = run("serve", "--config", decoding_config, *arguments)
     assert code == 2
     assert sentence in err
