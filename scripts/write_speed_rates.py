@@ -1,4 +1,6 @@
-"""Write planner/speed/h200.json from rows of `peakmark calibrate`: `python scripts/write_speed_rates.py FILE ...`
+"""Write planner/speed/h200.json from rows of `peakmark calibrate`.
+
+python scripts/write_speed_rates.py recorded/h200-calibrate.jsonl recorded/speed/h200-{host,kinds}.jsonl
 
 Each file holds JSON lines: recorded calibrations, single curves or single rows of the host.
 """
@@ -169,12 +171,12 @@ def _checkpoint(every: Sequence[Measured]) -> list[float]:
     return [max(0.0, median(values)) for values in (forward, backward)]
 
 
-def main(paths: Sequence[str]) -> None:
-    """Write the file."""
-    curves, host = read(map(Path, paths))
+def render(paths: Iterable[Path]) -> str:
+    """Return the file's text."""
+    curves, host = read(paths)
     data = {"source": SOURCE, "curves": curves, "host": host_table(host), "host_rows": host}
-    TARGET.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    return json.dumps(data, separators=(",", ":")) + "\n"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    TARGET.write_text(render(map(Path, sys.argv[1:])))
