@@ -56,6 +56,7 @@ class Steps:
     late: Mapping[str, Mapping[str, Sequence[int]]]
     holders: Mapping[int, Sequence[str]]
     known_extents: dict[Any, Extent] = field(default_factory=dict, compare=False)
+    equal_extents: dict[Any, Extent] = field(default_factory=dict, compare=False)
     known_allocations: dict[int, list[Row]] = field(default_factory=dict, compare=False)
 
 
@@ -65,6 +66,11 @@ class Extent:
 
     net: LiveSet
     peaks: tuple[LiveSet, ...]
+
+    def content(self) -> tuple[frozenset[Any], ...]:
+        """What makes two extents equal, to look one up by."""
+        live_sets = (self.net, *self.peaks)
+        return tuple(frozenset(item for item in live.items() if item[1]) for live in live_sets)
 
 
 class StepSequence:
@@ -174,10 +180,10 @@ class StepSequence:
         signature = self._signature(place)
         if signature not in known:
             found = self._sum(place)
-            # A copy: pages and the accuracy job predict in threads, over the same templates.
-            others = (e for key, e in tuple(known.items()) if key[0] == signature[0])
-            shared = next((other for other in others if other == found), found)
-            return known.setdefault(signature, shared)
+            # Pages and the accuracy job predict in threads, over the same templates: `setdefault`
+            # gives all of them the first.
+            content = (place.section, found.content())
+            known[signature] = self.steps.equal_extents.setdefault(content, found)
         return known[signature]
 
     def _signature(self, place: Place) -> tuple[Any, ...]:
