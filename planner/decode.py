@@ -7,7 +7,7 @@ from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.operations import Cost, matmul
 from planner.rank import is_expert
-from planner.serving import ServingMemory, kv_sequence_bytes
+from planner.serving.memory import ServingMemory, kv_sequence_bytes
 from planner.throughput import Throughput, main_bound, peak_flop_s, time_operations
 from planner.workload import ServingWorkload, WeightsDtype
 

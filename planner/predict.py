@@ -18,7 +18,7 @@ from planner.memory.training import attention_notes, routing_notes
 from planner.model import ModelSpec
 from planner.offload import offload_notes
 from planner.plan import Plan
-from planner.serving import serving_memory
+from planner.serving.memory import serving_memory
 from planner.throughput import Throughput, training_throughput
 from planner.verdict import Verdict, judge
 from planner.workload import TrainingWorkload

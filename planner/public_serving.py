@@ -18,7 +18,7 @@ from planner.config_input import spec_from_config
 from planner.memory.parallel import stage_specs
 from planner.model import ModelSpec
 from planner.presets import resolve_model
-from planner.serving import kv_bytes_per_token, serving_memory
+from planner.serving.memory import kv_bytes_per_token, serving_memory
 from planner.workload import KvDtype, Parallelism, ServingWorkload, WeightsDtype
 
 OUTCOMES = ("ran", "refused")

@@ -9,7 +9,7 @@ import pytest
 from planner.decode import decode_throughput
 from planner.hardware import resolve_gpu
 from planner.presets import resolve_model
-from planner.serving import serving_memory
+from planner.serving.memory import serving_memory
 from planner.throughput import Throughput
 from planner.workload import ServingWorkload, WeightsDtype
 

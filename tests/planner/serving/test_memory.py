@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.config_input import spec_from_config
 from planner.model import ModelSpec
 from planner.presets import resolve_model
-from planner.serving import (
+from planner.serving.memory import (
     CONTEXT_BYTES,
     ServingMemory,
     kv_bytes_per_token,
