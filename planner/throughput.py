@@ -18,7 +18,7 @@ from planner.offload import host_step
 from planner.operations import Cost, Numbers, model_flops
 from planner.speed.calibrated import rates_of
 from planner.speed.gpu_time import Part
-from planner.speed.step import PHASES, Step, training_step
+from planner.speed.step import PHASES, Step, micro_batch, training_step
 from planner.workload import Parallelism, Precision, TrainingWorkload, flat_dict
 
 LABEL = "formula, not calibrated"
@@ -282,14 +282,22 @@ def training_speed_grid(
     world = np.asarray(world_sizes, dtype=np.float64)[:, None, None]
     b = np.asarray(micro_batches, dtype=np.float64)[:, None]
     s = np.asarray(sequence_lengths, dtype=np.float64)
-    times = []
-    for zero_stage in zero_stages:
-        at_stage = replace(parallelism, zero_stage=zero_stage)
-        slowest: Any = 0.0
-        for part in dict.fromkeys(stage_specs(spec, parallelism)):
-            taken = _step_times_s(part, workload, at_stage, gpu, (world, b, s))
-            slowest = np.maximum(slowest, taken)
-        times.append(np.broadcast_to(slowest, np.broadcast_shapes(world.shape, b.shape, s.shape)))
+    shape = np.broadcast_shapes(world.shape, b.shape, s.shape)
+    known: dict[ModelSpec, list[Part]] = {}
+    times = [
+        np.broadcast_to(
+            step_times_s(
+                spec,
+                workload,
+                replace(parallelism, zero_stage=zero_stage),
+                gpu,
+                (world, b, s),
+                known,
+            ),
+            shape,
+        )
+        for zero_stage in zero_stages
+    ]
     step_time_s = np.stack(times)
     rounds, gpus = workload.grad_accumulation, group_size(parallelism)
     return {
@@ -299,16 +307,39 @@ def training_speed_grid(
     }
 
 
-def _step_times_s(
+def step_times_s(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    gpu: Gpu,
+    axes: tuple[Numbers, Numbers, Numbers],
+    known: dict[ModelSpec, list[Part]],
+) -> Any:
+    """Return the step times over arrays of world sizes, micro-batches and lengths.
+
+    `known` takes up what a micro-batch of each pipeline stage does, for calls with the same micro-batches and
+    lengths that differ in engine, stage or accumulation alone.
+    """
+    slowest: Any = 0.0
+    for part in dict.fromkeys(stage_specs(spec, parallelism)):
+        if part not in known:
+            known[part] = micro_batch(part, workload, parallelism, rates_of(gpu), *axes[1:])
+        taken = _part_times_s(part, workload, parallelism, gpu, axes, known[part])
+        slowest = np.maximum(slowest, taken)
+    return slowest
+
+
+def _part_times_s(
     part: ModelSpec,
     workload: TrainingWorkload,
     parallelism: Parallelism,
     gpu: Gpu,
     axes: tuple[Numbers, Numbers, Numbers],
+    known: list[Part],
 ) -> Any:
     """Return the step times of one GPU's part over world size x micro-batch x length."""
     world, b, s = axes
-    step = training_step(part, workload, parallelism, rates_of(gpu), axes=axes)
+    step = training_step(part, workload, parallelism, rates_of(gpu), axes=axes, known=known)
     worked_s = step.step_time_s - step.phase_s("optimizer")
     tokens = b * s / parallelism.context_parallel
     sent = group_collectives(part, workload, parallelism, gpu, tokens)

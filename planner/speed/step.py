@@ -83,11 +83,13 @@ def training_step(
     *,
     alone: bool = False,
     axes: tuple[Any, Any, Any] | None = None,
+    known: list[Part] | None = None,
 ) -> Step:
     """Return the times of one step on a GPU that holds `spec`, the model or its part of one.
 
     `alone`: one rank without the others, which fills what it would receive. `axes` are arrays of
-    world sizes, rows and tokens in the place of the plan's.
+    world sizes, rows and tokens in the place of the plan's. `known`: what `micro_batch` said
+    already, for a plan that differs in engine, stage, ranks or accumulation alone.
     """
     own = (parallelism.world_size, workload.micro_batch, workload.sequence_length)
     ranks, b, s = own if axes is None else axes
@@ -95,7 +97,7 @@ def training_step(
     sharers = np.asarray(ranks) * context
     engine, stage = parallelism.engine, parallelism.zero_stage
     rounds = workload.grad_accumulation
-    parts = _micro_batch(spec, workload, rates, b / context, s * 1.0)
+    parts = micro_batch(spec, workload, parallelism, rates, b, s) if known is None else known
     every = [_times(part, rounds) for part in parts]
     sizes = trained_parameters(spec, workload, sharers * 1.0)
     every += gradient_parts(workload, engine, stage, sizes, rates)
@@ -119,9 +121,16 @@ def training_step(
     )
 
 
-def _micro_batch(
-    spec: ModelSpec, workload: TrainingWorkload, rates: Rates, b: Any, s: Any
+def micro_batch(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    rates: Rates,
+    rows: Any,
+    tokens: Any,
 ) -> list[Part]:
+    """Return what one micro-batch of `rows` of `tokens` each does on a GPU that holds `spec`."""
+    b, s = rows / parallelism.context_parallel, tokens * 1.0
     if spec.trace is not None:
         return traced_parts(spec, workload, rates, b, s)
     longest = int(np.max(s))
