@@ -1,0 +1,110 @@
+"""Static batching, for comparison: nobody joins a batch, and its rows stay until the last one is done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from planner.serve_run import TraceRequest
+from planner.simulation.server import MAX_STEPS, Server, StepTime, check_trace, too_many_steps
+from planner.simulation.tally import Request, Simulation, Tally
+
+
+def simulate_static(
+    trace: Sequence[TraceRequest], server: Server, times: StepTime, max_steps: int = MAX_STEPS
+) -> Simulation:
+    """Serve a trace in batches of what waits when the last batch is done.
+
+    Every row of a batch has room for its longest prompt and answer from the start, so nothing is
+    preempted; first tokens come when all prompts of the batch are done. Raises PlanError as `simulate`.
+    """
+    check_trace(server, trace, max_steps)
+    return _Static(trace, server, times, max_steps).run()
+
+
+class _Static:
+    def __init__(
+        self, trace: Sequence[TraceRequest], server: Server, times: StepTime, max_steps: int
+    ) -> None:
+        self._trace, self._server, self._times = trace, server, times
+        self._max_steps = max_steps
+        self._now_s = 0.0
+        self._arrived = 0
+        self._waiting: deque[Request] = deque()
+        self._tally = Tally()
+
+    def run(self) -> Simulation:
+        """Run batch after batch until nothing waits or is still to come."""
+        while True:
+            self._arrive()
+            if self._waiting:
+                self._serve(*self._batch())
+            elif self._arrived < len(self._trace):
+                self._now_s = max(self._now_s, self._trace[self._arrived].arrival_s)
+            else:
+                return self._tally.result(self._now_s, self._server.pages)
+
+    def _arrive(self) -> None:
+        trace = self._trace
+        while self._arrived < len(trace) and trace[self._arrived].arrival_s <= self._now_s:
+            self._waiting.append(Request(self._arrived, trace[self._arrived]))
+            self._arrived += 1
+
+    def _batch(self) -> tuple[list[Request], int]:
+        """Take what waits, in order, while a row as long as the longest has room for each."""
+        batch: list[Request] = []
+        prompt = answer = 0
+        while self._waiting and len(batch) < self._server.rows:
+            asked = self._waiting[0].asked
+            longest = max(prompt, asked.prompt_tokens), max(answer, asked.new_tokens)
+            pages = (len(batch) + 1) * self._server.pages_of(sum(longest))
+            if batch and pages > self._server.pages:
+                break
+            prompt, answer = longest
+            batch.append(self._waiting.popleft())
+        return batch, len(batch) * self._server.pages_of(prompt + answer)
+
+    def _serve(self, batch: list[Request], pages: int) -> None:
+        for request in batch:
+            request.admitted_s = self._now_s
+            self._prefill(request, len(batch), pages)
+        for request in batch:
+            request.tokens, request.first_token_s = 1, self._now_s
+        context = sum(request.asked.prompt_tokens for request in batch)
+        ends = deque(sorted(batch, key=_wanted))
+        for token in range(1, max(map(_wanted, batch)) + 1):
+            while ends and _wanted(ends[0]) <= token:
+                self._end(ends.popleft(), token)
+            if ends:
+                context += len(batch)
+                self._step((0, 0, len(batch), context), len(batch), pages)
+
+    def _prefill(self, request: Request, running: int, pages: int) -> None:
+        prompt, chunk = request.asked.prompt_tokens, self._server.chunk_tokens
+        for past in range(0, prompt, chunk):
+            self._step((min(chunk, prompt - past), past, 0, 0), running, pages)
+
+    def _step(self, work: tuple[int, int, int, int], running: int, pages: int) -> None:
+        if self._tally.steps >= self._max_steps:
+            raise too_many_steps(self._max_steps)
+        length_s = self._times.step_s(*work)
+        self._tally.step(self._now_s, length_s, self._queue(), running, pages)
+        self._now_s += length_s
+
+    def _queue(self) -> int:
+        self._arrive()
+        return len(self._waiting)
+
+    def _end(self, request: Request, tokens: int) -> None:
+        """Note a request's last token; one whose client went away was there for its batch all the same."""
+        request.tokens, request.ended_s = tokens, self._now_s
+        is_done = tokens == request.asked.new_tokens
+        request.state = "done" if is_done else "cancelled"
+        self._tally.ended(request)
+
+
+def _wanted(request: Request) -> int:
+    """Tokens until the request is done or its client goes away; a batch gives each one at least."""
+    asked = request.asked
+    limit = asked.new_tokens if asked.cancel_after is None else asked.cancel_after
+    return max(1, min(asked.new_tokens, limit))
