@@ -1,0 +1,372 @@
+"""How long a served model's forwards take, kernel by kernel: prefill, decode and both in one step.
+
+Products of many tokens, small kernels and prefill's attention go at the rates that `planner.speed` has of
+the GPU. What training never runs is measured apart: products of a few tokens read their weights at the
+rate of a large copy (the same curves), decode attention reads the cache at what
+recorded/kernels/h200-decode.jsonl says. Between two kernels of a CUDA graph passes a moment, and a forward
+that is not a graph takes at least the host's time to start its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+
+from planner.hardware import Gpu
+from planner.memory.parallel import stage_specs
+from planner.model import ModelSpec
+from planner.serving.memory import KV_ELEMENT_BYTES
+from planner.serving.work import STEP_KERNELS, ForwardWork, Product, forward_work
+from planner.speed.calibrated import MEASURED_ID, measured_gpu, rates_of
+from planner.speed.rates import Rates, layout_number
+from planner.speed.stream_kinds import stream_number
+from planner.workload import KvDtype, Parallelism, WeightsDtype
+
+# Ids of recorded decode rows that a constant below was fitted to: no evidence for times.
+FITTED_ROWS = frozenset(("d5b2c047df93d368", "64bfa18987712c17"))
+
+# Fitted to Llama-3.1-8B at batch 1 (the first of FITTED_ROWS), which is almost all weights and kernels.
+_BETWEEN_KERNELS_S = 0.6e-6
+# A product of up to 16 tokens takes as long as its weights are read; from 128 on the measured products
+# hold. Between them time goes by a straight line.
+_FEW_TOKENS, _MANY_TOKENS = 16, 128
+# recorded/kernels/h200-decode.jsonl: times of batch 32 over 4k, 8k and 32k tokens lie on a line, less
+# the 2.9 us that pass between two events (kernel_none). The rates are shares of the sheet's 4.8 TB/s.
+_DECODE_START_S = 13.7e-6
+_DECODE_SHARE = {
+    KvDtype.BF16: 0.954,
+    KvDtype.FP16: 0.954,
+    KvDtype.FP32: 0.954,
+    KvDtype.FP8: 0.692,
+    KvDtype.INT8: 0.489,
+}
+# Seconds for a scale of its own of a cached token and head, keys' and values' together: fitted to
+# Llama-3.1-8B over an fp8 cache (the second of FITTED_ROWS).
+_TOKEN_SCALE_S = 5.8e-11
+# Of what products reach, attention over latents reaches half: it is bound by FLOPs with many heads.
+_LATENT_SHARE = 0.5
+# Our Hopper forward over torch's SDPA, causal, mean of recorded/kernels/h200-attention-forward.jsonl; it
+# takes heads of 64 and 128 elements, other widths go to Triton's.
+_HOPPER_OVER_SDPA = 1.13
+_HOPPER_HEADS = (64, 128)
+# The host's seconds for a forward that is no graph: at all, for each kernel of ours (a Triton launch
+# through torch's dispatcher: what a decode attention of batch 1 takes in
+# recorded/kernels/h200-decode.jsonl, less its work), and for each of torch's (planner/speed/h200.json,
+# host, llama, with its pace).
+_HOST_FORWARD_S = 10e-3
+_HOST_OWN_S = 95e-6
+_HOST_TORCH_S = 26e-6
+_OWN_KERNELS = ("norms", "activation", "rotary")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as one group of GPUs serves it.
+
+    `token_scales`: a one-byte cache has a scale for each token and head (an int8 cache always has).
+    `expands_latents`: latent attention caches the keys and values of all heads, as `runners/serving`
+    does, not the latents. `graphs`: decode steps are CUDA graphs.
+    """
+
+    spec: ModelSpec
+    gpu: Gpu
+    weights_dtype: WeightsDtype = WeightsDtype.BF16
+    kv_dtype: KvDtype = KvDtype.BF16
+    tensor_parallel: int = 1
+    token_scales: bool = False
+    expands_latents: bool = False
+    graphs: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """One kind of work of a forward on one GPU; `bound` is compute, hbm, interconnect or host."""
+
+    name: str
+    flops: float
+    bytes: float
+    time_s: float
+    bound: str
+
+
+class StepTimes:
+    """Times of a served model's forwards on one of its GPUs; `source` says where the rates are from."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
+        self.rates = rates_of(served.gpu)
+        split = Parallelism(zero_stage=0, world_size=1, tensor_parallel=served.tensor_parallel)
+        self.part = stage_specs(served.spec, split)[0]
+        self.work = forward_work(self.part, served.weights_dtype)
+        self._forward = lru_cache(maxsize=4096)(self._forward_parts)
+
+    @property
+    def source(self) -> str:
+        """Where the rates are from: measured on this kind of GPU, or another's share of its sheet."""
+        return self.rates.source
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether this kind of GPU was measured."""
+        return self.served.gpu.id == MEASURED_ID
+
+    def prefill_s(self, num_tokens: int, context_tokens: int = 0, rows: int = 1) -> float:
+        """Return the seconds to run `num_tokens` of each of `rows` sequences after `context_tokens`."""
+        return _total_s(self.prefill_parts(num_tokens, context_tokens, rows))
+
+    def decode_s(self, batch: int, total_context_tokens: int) -> float:
+        """Return the seconds of one step of `batch` sequences that hold so many tokens together."""
+        return _total_s(self.decode_parts(batch, total_context_tokens))
+
+    def step_s(
+        self,
+        prefill_tokens: int,
+        prefill_context: int,
+        decode_batch: int,
+        decode_context_total: int,
+    ) -> float:
+        """Return the seconds of a chunk of one prompt and a decode step after it; either may be none."""
+        prefill = self.prefill_s(prefill_tokens, prefill_context) if prefill_tokens else 0.0
+        decode = self.decode_s(decode_batch, decode_context_total) if decode_batch else 0.0
+        return prefill + decode
+
+    def prefill_parts(
+        self, num_tokens: int, context_tokens: int = 0, rows: int = 1
+    ) -> tuple[StepPart, ...]:
+        """Return what `prefill_s` adds up."""
+        tokens = num_tokens * rows
+        parts = (
+            *self._forward(tokens, rows),
+            self._prefill_attention(num_tokens, context_tokens, rows),
+        )
+        return (*parts, *self._host_part(parts))
+
+    def decode_parts(self, batch: int, total_context_tokens: int) -> tuple[StepPart, ...]:
+        """Return what `decode_s` adds up."""
+        parts = (
+            *self._forward(batch, batch),
+            self._decode_attention(batch, total_context_tokens),
+        )
+        return parts if self.served.graphs else (*parts, *self._host_part(parts))
+
+    def _forward_parts(self, tokens: int, logit_rows: int) -> tuple[StepPart, ...]:
+        """Everything but attention: the same for prefill and decode of as many tokens."""
+        work, few = self.work, self.work.element_bytes
+        products = self._products("products", work.products, tokens)
+        head = self._products("head", (work.head,), logit_rows)
+        moved = sum(one.token_bytes * one.count for one in work.streams) * tokens
+        time_s = sum(
+            one.count * one.kernels * self._stream_s(one.token_bytes / one.kernels * tokens)
+            for one in work.streams
+        ) + STEP_KERNELS * self._stream_s(tokens * self.part.hidden_size * few)
+        time_s += self._stream_s(logit_rows * self.part.vocab_size * few)
+        small = StepPart(
+            name="elementwise", flops=0.0, bytes=float(moved), time_s=time_s, bound="hbm"
+        )
+        return tuple(part for part in (products, head, small, *self._reduced(tokens)))
+
+    def _products(self, name: str, products: Iterable[Product], tokens: int) -> StepPart:
+        listed = tuple(products)
+        sizes = [self._times_and_bytes(one, tokens) for one in listed]
+        flops = sum(
+            2.0
+            * one.count
+            * tokens
+            * one.inner
+            * one.columns
+            * (self.part.experts_per_token if one.experts else 1)
+            for one in listed
+        )
+        time_s = sum(one.count * time_s for one, (time_s, _) in zip(listed, sizes, strict=True))
+        moved = sum(one.count * moved for one, (_, moved) in zip(listed, sizes, strict=True))
+        peak = self.rates.peak_flop_s["fp32" if self.work.element_bytes == 4 else "bf16"]
+        bound = "compute" if flops / peak > moved / self.rates.memory_bytes_s else "hbm"
+        return StepPart(name=name, flops=flops, bytes=moved, time_s=time_s, bound=bound)
+
+    def _times_and_bytes(self, product: Product, tokens: int) -> tuple[float, float]:
+        """Seconds and HBM bytes of one product; of a mixture those of all experts that are visited."""
+        visited, rows = 1.0, float(tokens)
+        if product.experts:
+            share = self.part.experts_per_token / product.experts
+            visited = product.experts * (1.0 - (1.0 - share) ** tokens)
+            rows = tokens * self.part.experts_per_token / visited
+        wide = visited * rows * (product.inner + product.columns) * self.work.element_bytes
+        moved = visited * product.weight_bytes + wide
+        many_s = self._many_s(product, visited, rows, moved)
+        if product.experts or tokens >= _MANY_TOKENS:
+            return many_s + _BETWEEN_KERNELS_S, moved
+        few_s = self._stream_s(moved) - _BETWEEN_KERNELS_S
+        between = max(0.0, (tokens - _FEW_TOKENS) / (_MANY_TOKENS - _FEW_TOKENS))
+        return few_s + between * (many_s - few_s) + _BETWEEN_KERNELS_S, moved
+
+    def _many_s(self, product: Product, visited: float, rows: float, moved: float) -> float:
+        """The measured product's time, with the bytes that are read where weights are quantised."""
+        dtype = "fp32" if self.work.element_bytes == 4 else "bf16"
+        sizes = (
+            np.array([rows]),
+            np.array([float(product.columns)]),
+            np.array([float(product.inner)]),
+        )
+        kind, layout = ("grouped", "nn") if product.experts else ("mm", "nt")
+        layouts = np.array([layout_number(layout)])
+        measured_s = float(
+            self.rates.product_s(kind, dtype, layouts, np.array([visited]), sizes)[0]
+        )
+        computed_s = 2.0 * visited * rows * product.inner * product.columns
+        computed_s /= self.rates.peak_flop_s[dtype]
+        plain = product.inner * product.columns * self.work.element_bytes
+        full_s = (moved + visited * (plain - product.weight_bytes)) / self.rates.memory_bytes_s
+        read_s = moved / self.rates.memory_bytes_s
+        return measured_s * float(np.hypot(computed_s, read_s) / np.hypot(computed_s, full_s))
+
+    def _stream_s(self, size_bytes: float) -> float:
+        """A kernel that moves so many bytes, and what passes before it."""
+        return _stream_s(self.rates, size_bytes) + _BETWEEN_KERNELS_S
+
+    def _decode_attention(self, batch: int, total_context_tokens: int) -> StepPart:
+        """One query of each sequence over its cache; the new tokens are written, too."""
+        served, part = self.served, self.part
+        elements, scales = _cached(part, served)
+        seen = self._seen_tokens(batch, total_context_tokens)
+        read = seen * elements * KV_ELEMENT_BYTES[served.kv_dtype]
+        rate = _DECODE_SHARE[served.kv_dtype] * self.rates.memory_bytes_s
+        slower = self.rates.memory_bytes_s / measured_gpu().mem_bandwidth_bytes_s
+        scaled_s = seen * scales / 2 * _TOKEN_SCALE_S / slower
+        flops = seen * self._flops_per_cached_token()
+        computed_s = flops / (_LATENT_SHARE * self.rates.peak_flop_s["bf16"])
+        read_s = read / rate + scaled_s
+        layers = part.num_layers
+        append = layers * self._stream_s(batch * elements * 4.0)
+        time_s = append + layers * (_DECODE_START_S + 2 * _BETWEEN_KERNELS_S)
+        return StepPart(
+            name="attention",
+            flops=flops,
+            bytes=read + 4.0 * seen * scales,
+            time_s=time_s + max(read_s, computed_s),
+            bound="compute" if computed_s > read_s else "hbm",
+        )
+
+    def _seen_tokens(self, batch: int, total_context_tokens: int) -> float:
+        """Cached tokens that a step reads over all layers, sequences taken as equally long."""
+        part = self.part
+        total = float(total_context_tokens)
+        windowed = min(total, batch * float(part.sliding_window or total))
+        sliding = part.num_sliding_layers
+        return (part.num_layers - sliding) * total + sliding * windowed
+
+    def _flops_per_cached_token(self) -> float:
+        """QK^T and PV of one query over one cached token of a layer; over latents, DeepSeek-V2, 2.1.2."""
+        part = self.part
+        if part.latent is None or self.served.expands_latents:
+            return 2.0 * (part.query_size + part.attended_size)
+        return 2.0 * part.num_heads * (2 * part.latent.kv_rank + part.latent.rope_dim)
+
+    def _prefill_attention(self, num_tokens: int, context_tokens: int, rows: int) -> StepPart:
+        """Causal attention of new tokens over themselves and what lies before them, and its cache."""
+        part, sliding = self.part, self.part.num_sliding_layers
+        full = part.num_layers - sliding
+        kinds = ((None, full), (part.sliding_window, sliding))
+        flops = time_s = moved = 0.0
+        elements, _ = _cached(part, self.served)
+        written = rows * num_tokens * elements * (2.0 + KV_ELEMENT_BYTES[self.served.kv_dtype])
+        for window, layers in kinds:
+            if not layers:
+                continue
+            pairs = _pairs(num_tokens, context_tokens, window)
+            one = 2.0 * rows * pairs * (part.query_size + part.attended_size)
+            flops += layers * one
+            time_s += layers * self._fresh_s(num_tokens, context_tokens, rows, one)
+            time_s += layers * self._stream_s(written)
+            moved += layers * written
+            if context_tokens:
+                # Pages are gathered, then put in a row: each reads and writes keys and values.
+                again = 4.0 * rows * (context_tokens + num_tokens) * elements * 2.0
+                time_s += layers * 4 * self._stream_s(again / 4)
+                moved += layers * again
+        return StepPart(name="attention", flops=flops, bytes=moved, time_s=time_s, bound="compute")
+
+    def _fresh_s(self, num_tokens: int, context_tokens: int, rows: int, flops: float) -> float:
+        part, total = self.part, float(num_tokens + context_tokens)
+        if self.work.element_bytes == 4:
+            return _BETWEEN_KERNELS_S + flops / (0.5 * self.rates.peak_flop_s["fp32"])
+        is_hopper = part.latent is None and part.head_dim in _HOPPER_HEADS
+        kind = "attention_forward_sdpa" if is_hopper else "attention_forward_triton"
+        head_dim = (part.head_dim + part.value_dim) / 2
+        heads = float(rows * part.num_heads)
+        taken_s = float(self.rates.attention_s(kind, heads, total, head_dim, flops))
+        tail = _tail(num_tokens, heads, self.rates) / _tail(total, heads, self.rates)
+        return taken_s * tail / (_HOPPER_OVER_SDPA if is_hopper else 1.0) + _BETWEEN_KERNELS_S
+
+    def _reduced(self, tokens: int) -> tuple[StepPart, ...]:
+        """Two all-reduces of the hidden states for each layer, one after the embedding's rows."""
+        ranks = self.served.tensor_parallel
+        if ranks == 1:
+            return ()
+        calls = 2 * self.part.num_layers + 1
+        size_bytes = float(tokens * self.part.hidden_size * self.work.element_bytes)
+        each_s = float(self.rates.collective_s("all_reduce", size_bytes, ranks))
+        return (
+            StepPart(
+                name="all_reduce",
+                flops=0.0,
+                bytes=calls * size_bytes * 2.0 * (ranks - 1) / ranks,
+                time_s=calls * each_s,
+                bound="interconnect",
+            ),
+        )
+
+    def _host_part(self, parts: Iterable[StepPart]) -> tuple[StepPart, ...]:
+        """What the GPU waits for the host that starts every kernel of a forward."""
+        waited_s = host_s(self.part, self.work) - _total_s(parts)
+        if waited_s <= 0:
+            return ()
+        return (StepPart(name="host_waiting", flops=0.0, bytes=0.0, time_s=waited_s, bound="host"),)
+
+
+def host_s(part: ModelSpec, work: ForwardWork) -> float:
+    """Return the host's seconds to start the kernels of a forward that is not a CUDA graph."""
+    own = sum(one.count for one in work.streams if one.name in _OWN_KERNELS) + 2 * part.num_layers
+    return _HOST_FORWARD_S + own * _HOST_OWN_S + (work.kernels - own) * _HOST_TORCH_S
+
+
+def _stream_s(rates: Rates, size_bytes: float) -> float:
+    return float(rates.stream_s(_COPY, np.float64(max(size_bytes, 1.0))))
+
+
+_COPY = stream_number("copy", "bf16")
+
+
+def _total_s(parts: Iterable[StepPart]) -> float:
+    return sum(part.time_s for part in parts)
+
+
+def _tail(length: float, heads: float, rates: Rates) -> float:
+    """Time of whole waves of blocks of 128 queries, over that of as many as there are."""
+    waves = ceil(length / 128) * heads / rates.multiprocessors
+    return ceil(waves) / waves
+
+
+def _pairs(num_tokens: int, context_tokens: int, window: int | None) -> float:
+    """Query-key pairs of new tokens after a context, each seeing at most `window` keys."""
+    first, last = context_tokens + 1.0, float(context_tokens + num_tokens)
+    if window is None or last <= window:
+        return (first + last) * num_tokens / 2
+    if first >= window:
+        return float(window * num_tokens)
+    growing = window - context_tokens
+    return (first + window) * growing / 2 + (num_tokens - growing) * float(window)
+
+
+def _cached(part: ModelSpec, served: ServedModel) -> tuple[float, float]:
+    """Elements that a layer caches per token, and scales."""
+    one_byte = served.kv_dtype in (KvDtype.FP8, KvDtype.INT8)
+    has_scales = one_byte and (served.token_scales or served.kv_dtype is KvDtype.INT8)
+    if part.latent is None:
+        return 2.0 * part.kv_size, 2.0 * part.num_kv_heads * has_scales
+    if served.expands_latents:
+        return 2.0 * part.query_size, 2.0 * part.num_heads * has_scales
+    return float(part.latent.kv_rank + part.latent.rope_dim), 2.0 * has_scales

@@ -1,0 +1,87 @@
+"""Times of prefill, decode and both: limits worked out by hand, and what must grow with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.hardware import resolve_gpu
+from planner.presets import resolve_model
+from planner.serving.times import ServedModel, StepTimes
+from planner.workload import KvDtype, WeightsDtype
+
+H200 = resolve_gpu("h200")
+BANDWIDTH_BYTES_S, PEAK_FLOP_S = 4.8e12, 989.5e12
+LLAMA_LAYERS = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+LLAMA_HEAD = 4096 * 128256
+
+
+def times(model: str = "meta-llama/Llama-3.1-8B", **served: Any) -> StepTimes:
+    """Return the times of a model on an H200."""
+    return StepTimes(ServedModel(spec=resolve_model(model), gpu=H200, **served))
+
+
+def test_decoding_takes_longer_than_reading_weights_and_cache_at_the_sheets_rate() -> None:
+    read = 2 * (LLAMA_LAYERS + LLAMA_HEAD) + 32 * 8192 * 131_072
+    taken_s = times().decode_s(32, 32 * 8192)
+    assert read / BANDWIDTH_BYTES_S < taken_s < 1.35 * read / BANDWIDTH_BYTES_S
+
+
+def test_prefill_takes_longer_than_its_flops_at_the_peak() -> None:
+    pairs = 8192 * 8193 / 2
+    flops = 4 * (2 * 8192 * LLAMA_LAYERS + 32 * 4 * 4096 * pairs) + 4 * 2 * LLAMA_HEAD
+    parts = times().prefill_parts(8192, 0, 4)
+    assert sum(part.flops for part in parts) == pytest.approx(flops)
+    assert flops / PEAK_FLOP_S < times().prefill_s(8192, 0, 4) < 1.7 * flops / PEAK_FLOP_S
+
+
+def test_a_prompt_in_chunks_has_the_attention_of_the_whole() -> None:
+    def attention_flops(tokens: int, context: int) -> float:
+        parts = times().prefill_parts(tokens, context)
+        return next(part.flops for part in parts if part.name == "attention")
+
+    chunks = sum(attention_flops(512, before) for before in range(0, 4096, 512))
+    assert chunks == pytest.approx(attention_flops(4096, 0))
+
+
+def test_a_step_with_both_takes_as_long_as_one_after_the_other() -> None:
+    found = times()
+    both = found.prefill_s(512, 1024) + found.decode_s(8, 8000)
+    assert found.step_s(512, 1024, 8, 8000) == both
+    assert found.step_s(0, 0, 8, 8000) == found.decode_s(8, 8000)
+    assert found.step_s(512, 1024, 0, 0) == found.prefill_s(512, 1024)
+
+
+@pytest.mark.parametrize("dtype", [WeightsDtype.FP8, WeightsDtype.INT4])
+def test_smaller_weights_decode_faster(dtype: WeightsDtype) -> None:
+    assert times(weights_dtype=dtype).decode_s(1, 1000) < times().decode_s(1, 1000)
+
+
+def test_a_scale_for_every_cached_token_costs_more_than_a_byte_less_saves() -> None:
+    plain, per_head = times(), times(kv_dtype=KvDtype.FP8)
+    per_token = times(kv_dtype=KvDtype.FP8, token_scales=True)
+    at = (32, 32 * 8192)
+    assert per_head.decode_s(*at) < plain.decode_s(*at) < per_token.decode_s(*at)
+
+
+def test_a_window_bounds_what_decoding_reads() -> None:
+    mistral = times("mistralai/Mistral-7B-v0.1")
+    assert mistral.decode_s(4, 4 * 4096) == mistral.decode_s(4, 4 * 32768)
+
+
+def test_tensor_parallel_ranks_read_their_share_and_reduce_twice_a_layer() -> None:
+    one, two = times(), times(tensor_parallel=2)
+    [reduced] = [part for part in two.decode_parts(8, 8000) if part.name == "all_reduce"]
+    assert reduced.bytes == (2 * 32 + 1) * 8 * 4096 * 2
+    products = [found.decode_parts(8, 8000)[0] for found in (one, two)]
+    weights = 2 * LLAMA_LAYERS
+    assert products[0].bytes - products[1].bytes == pytest.approx(weights / 2, rel=0.01)
+
+
+def test_a_gpu_that_was_not_measured_says_so() -> None:
+    spec = resolve_model("meta-llama/Llama-3.1-8B")
+    other = StepTimes(ServedModel(spec=spec, gpu=resolve_gpu("h100-sxm5-80gb")))
+    assert times().is_measured and not other.is_measured
+    assert other.source.startswith("sheet of")
+    assert other.decode_s(1, 1000) > times().decode_s(1, 1000)
