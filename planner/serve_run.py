@@ -78,7 +78,7 @@ class ServeRun:
         return plain | {"trace": [one.to_dict() for one in self.trace]}
 
 
-def parse_serve(given: object) -> tuple[ServeRun, ModelSpec]:
+def parse_serve(given: object, *, max_requests: int = MAX_REQUESTS) -> tuple[ServeRun, ModelSpec]:
     """Read a spec's `serve`; absent fields take their defaults, `trace` is a list or a Poisson process.
 
     Raises PlanError naming the field at fault.
@@ -92,7 +92,7 @@ def parse_serve(given: object) -> tuple[ServeRun, ModelSpec]:
     merged = {name: values.get(name, getattr(default, name)) for name in default.__slots__}
     run = ServeRun(
         model=source,
-        trace=parse_trace(values["trace"]),
+        trace=parse_trace(values["trace"], max_requests=max_requests),
         rows=check_integer("serve.rows", merged["rows"], 1, MAX_ROWS),
         pages=check_integer("serve.pages", merged["pages"], 1, MAX_PAGES),
         page_size=check_page_size("serve.page_size", merged["page_size"]),
@@ -116,17 +116,17 @@ def parse_serve(given: object) -> tuple[ServeRun, ModelSpec]:
     return run, model
 
 
-def parse_trace(given: object) -> tuple[TraceRequest, ...]:
+def parse_trace(given: object, *, max_requests: int = MAX_REQUESTS) -> tuple[TraceRequest, ...]:
     """Read a trace: a list of requests by arrival, or {"requests", "rate_per_s", ...} of a Poisson process.
 
-    Raises PlanError naming the request at fault, for an unsorted trace and for more than MAX_REQUESTS.
+    Raises PlanError naming the request at fault, for an unsorted trace and for more than `max_requests`.
     """
     if isinstance(given, Mapping):
-        return poisson_trace(given)
+        return poisson_trace(given, max_requests=max_requests)
     if not isinstance(given, list | tuple):
         raise PlanError("trace", given, "a list of requests, or the numbers of a Poisson process")
-    if not 1 <= len(given) <= MAX_REQUESTS:
-        raise PlanError("trace", given, f"a list of 1 to {MAX_REQUESTS} requests")
+    if not 1 <= len(given) <= max_requests:
+        raise PlanError("trace", given, f"a list of 1 to {max_requests} requests")
     requests = tuple(_request(f"trace[{index}]", one) for index, one in enumerate(given))
     for index, (before, after) in enumerate(pairwise(requests), start=1):
         if after.arrival_s < before.arrival_s:
@@ -156,7 +156,9 @@ def _request(field: str, given: object) -> TraceRequest:
     )
 
 
-def poisson_trace(given: Mapping[str, Any]) -> tuple[TraceRequest, ...]:
+def poisson_trace(
+    given: Mapping[str, Any], *, max_requests: int = MAX_REQUESTS
+) -> tuple[TraceRequest, ...]:
     """Return requests that arrive at random, with lengths drawn evenly from [low, high].
 
     Raises PlanError naming the field at fault.
@@ -165,7 +167,7 @@ def poisson_trace(given: Mapping[str, Any]) -> tuple[TraceRequest, ...]:
     for name in _POISSON - {"seed"}:
         if name not in values:
             raise PlanError(f"trace.{name}", None, "present")
-    number = check_integer("trace.requests", values["requests"], 1, MAX_REQUESTS)
+    number = check_integer("trace.requests", values["requests"], 1, max_requests)
     rate = check_number("trace.rate_per_s", values["rate_per_s"], 0.001, 1e6)
     prompts = _range("trace.prompt_tokens", values["prompt_tokens"], MAX_CONTEXT)
     answers = _range("trace.new_tokens", values["new_tokens"], MAX_NEW_TOKENS)
