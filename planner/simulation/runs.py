@@ -1,0 +1,147 @@
+"""A serving run simulated, and the simulation beside what the run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.calibration import sheet_of
+from planner.decode_run import AttentionBackend, CacheDtype
+from planner.errors import PlanError
+from planner.hardware import Gpu
+from planner.model import ModelSpec
+from planner.records import Kind, RecordedRow
+from planner.serve_run import ServeRun, parse_serve
+from planner.serving.times import ServedModel, StepTimes
+from planner.simulation.continuous import simulate
+from planner.simulation.server import MAX_REQUESTS, MAX_STEPS, server_of
+from planner.simulation.static import simulate_static
+from planner.simulation.steps import RememberedSteps
+from planner.simulation.tally import Simulation
+from planner.units import format_seconds
+from planner.workload import KvDtype, WeightsDtype
+
+COMPARED = {"ttft_s": "time to first token", "tpot_s": "time per token", "e2e_s": "end to end"}
+PREDICTED_PERCENTILES = ("p50", "p90", "p99")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """A run's simulation by continuous batching, and by static batching beside it."""
+
+    run: ServeRun
+    model: ModelSpec
+    gpu: Gpu
+    continuous: Simulation
+    static: Simulation
+    source: str
+
+
+def served_model(run: ServeRun, model: ModelSpec, gpu: Gpu) -> ServedModel:
+    """Return the model as a run serves it: scales for each token, latents expanded, graphs as asked."""
+    own = KvDtype(str(run.dtype)) if run.cache_dtype is CacheDtype.MODEL else None
+    return ServedModel(
+        spec=model,
+        gpu=gpu,
+        weights_dtype=WeightsDtype(str(run.dtype)),
+        kv_dtype=own or KvDtype(str(run.cache_dtype)),
+        token_scales=True,
+        expands_latents=True,
+        graphs=run.graphs,
+    )
+
+
+def simulate_run(
+    run: ServeRun, model: ModelSpec, gpu: Gpu, *, max_steps: int = MAX_STEPS
+) -> SimulatedRun:
+    """Simulate a run on a GPU. Raises PlanError for a trace that is too long to simulate."""
+    times = StepTimes(served_model(run, model, gpu))
+    remembered, server = RememberedSteps(times), server_of(run, model)
+    return SimulatedRun(
+        run=run,
+        model=model,
+        gpu=gpu,
+        continuous=simulate(run.trace, server, remembered, max_steps),
+        static=simulate_static(run.trace, server, remembered, max_steps),
+        source=times.source,
+    )
+
+
+def simulate_asked(asked: Mapping[str, Any], gpu: Gpu) -> SimulatedRun:
+    """Simulate a spec's `serve` as it is entered. Raises PlanError naming the field at fault."""
+    run, model = parse_serve(asked, max_requests=MAX_REQUESTS)
+    return simulate_run(run, model, gpu)
+
+
+def simulated_row(
+    spec: Mapping[str, Any], environment: Mapping[str, Any] | None
+) -> SimulatedRun | None:
+    """Return today's simulation of a stored run, on the GPU that ran it.
+
+    None where that is no known GPU, where plain torch computed, and where the spec is another version's.
+    """
+    try:
+        run, model = parse_serve(spec.get("serve"))
+        gpu = sheet_of(environment or {})
+        is_ours = run.attention is AttentionBackend.PEAKMARK
+        return simulate_run(run, model, gpu) if gpu and is_ours else None
+    except PlanError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One percentile of a latency, simulated and measured, in seconds."""
+
+    quantity: str
+    percentile: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error_percent(self) -> float:
+        """(predicted / measured - 1) in %."""
+        return 100 * (self.predicted_s / self.measured_s - 1)
+
+
+def compare_latency(found: Simulation, measured: Mapping[str, Any]) -> list[Compared]:
+    """Return every percentile that both have."""
+    latency = measured.get("latency") or {}
+    return [
+        Compared(
+            quantity=name,
+            percentile=percentile,
+            predicted_s=found.latency[name][percentile],
+            measured_s=latency[name][percentile],
+        )
+        for name in COMPARED
+        if name in found.latency and name in latency
+        for percentile in PREDICTED_PERCENTILES
+        if latency[name].get(percentile)
+    ]
+
+
+def simulated_rows(rows: Iterable[RecordedRow]) -> list[tuple[RecordedRow, SimulatedRun]]:
+    """Return the recorded serving runs that can be simulated, each with its simulation."""
+    pairs = [
+        (row, simulated_row(row.spec, row.environment)) for row in rows if row.kind is Kind.SERVE
+    ]
+    return [(row, found) for row, found in pairs if found is not None]
+
+
+COMPARED_COLUMNS = ("of a request", "percentile", "simulated", "measured", "error")
+
+
+def compared_cells(compared: Iterable[Compared]) -> list[tuple[str, ...]]:
+    """Return COMPARED_COLUMNS for people."""
+    return [
+        (
+            COMPARED[one.quantity],
+            one.percentile,
+            format_seconds(one.predicted_s),
+            format_seconds(one.measured_s),
+            f"{one.error_percent:+.1f} %",
+        )
+        for one in compared
+    ]
