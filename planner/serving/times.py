@@ -20,23 +20,31 @@ from planner.hardware import Gpu
 from planner.memory.parallel import stage_specs
 from planner.model import ModelSpec
 from planner.serving.memory import KV_ELEMENT_BYTES
-from planner.serving.work import STEP_KERNELS, ForwardWork, Product, forward_work
+from planner.serving.work import COPY, STEP_KERNELS, ForwardWork, Product, Stream, forward_work
 from planner.speed.calibrated import MEASURED_ID, measured_gpu, rates_of
 from planner.speed.rates import Rates, layout_number
-from planner.speed.stream_kinds import stream_number
 from planner.workload import KvDtype, Parallelism, WeightsDtype
 
-# Ids of recorded decode rows that a constant below was fitted to: no evidence for times.
-FITTED_ROWS = frozenset(("d5b2c047df93d368", "64bfa18987712c17"))
+# Ids of recorded rows that a constant below was fitted to: no evidence for the times they set.
+DECODE_ROWS = frozenset(
+    ("d5b2c047df93d368", "9436024a0e6645b4", "64bfa18987712c17", "79237c4ebf67330a")
+)
+PREFILL_ROWS = frozenset(("b5840a901a294d25", "60e281f0617861be", "79237c4ebf67330a"))
 
-# Fitted to Llama-3.1-8B at batch 1 (the first of FITTED_ROWS), which is almost all weights and kernels.
-_BETWEEN_KERNELS_S = 0.6e-6
+# Fitted to Llama-3.2-1B at batch 16 over 512 tokens, which is almost all small kernels.
+_BETWEEN_KERNELS_S = 0.5e-6
 # A product of up to 16 tokens takes as long as its weights are read; from 128 on the measured products
 # hold. Between them time goes by a straight line.
 _FEW_TOKENS, _MANY_TOKENS = 16, 128
-# recorded/kernels/h200-decode.jsonl: times of batch 32 over 4k, 8k and 32k tokens lie on a line, less
-# the 2.9 us that pass between two events (kernel_none). The rates are shares of the sheet's 4.8 TB/s.
-_DECODE_START_S = 13.7e-6
+# Reading the weights of a product takes longer than copying half of them: fitted to Llama-3.1-8B at batch
+# 1, which is almost all weights.
+_READ_FACTOR = 1.07
+# recorded/kernels/h200-decode.jsonl: times of batch 32 over 4k, 8k and 32k tokens lie on a line that begins
+# 13.7 us above nothing (less the 2.9 us that pass between two events, kernel_none), at the shares below of
+# the sheet's 4.8 TB/s. With fewer tiles of 64 keys for each of a multiprocessor's two programs it is less:
+# 5.8 us at four tiles, the fewest, fitted with the pause between kernels.
+_DECODE_START_S, _DECODE_TILE_S, _DECODE_MOST_S = 4.6e-6, 0.29e-6, 13.7e-6
+_TILE_TOKENS, _MIN_TILES, _PROGRAMS_PER_MULTIPROCESSOR = 64, 4, 2
 _DECODE_SHARE = {
     KvDtype.BF16: 0.954,
     KvDtype.FP16: 0.954,
@@ -45,20 +53,28 @@ _DECODE_SHARE = {
     KvDtype.INT8: 0.489,
 }
 # Seconds for a scale of its own of a cached token and head, keys' and values' together: fitted to
-# Llama-3.1-8B over an fp8 cache (the second of FITTED_ROWS).
+# Llama-3.1-8B over an fp8 cache of 32 x 8,192 tokens.
 _TOKEN_SCALE_S = 5.8e-11
+# A GPU that computes without a pause runs into its power limit: products and attention take longer than
+# when measured alone, whose rates are for single calls. Fitted to Llama-3.1-8B's prefill of 16 x 1,024 and
+# Llama-3.2-1B's of 32 x 8,192 tokens; a product repeated for long takes 1.18 times as long (the
+# "sustained" points of planner/speed/h200.json).
+_POWER_FACTOR = 1.09
+# Experts of a random router are visited unevenly: their grouped products take longer than even ones of
+# the curves, and reach only so much of the sheet's FLOPs. Both fitted to Qwen3-30B-A3B at batch 16.
+_UNEVEN_FACTOR, _UNEVEN_SHARE = 1.17, 0.26
 # Of what products reach, attention over latents reaches half: it is bound by FLOPs with many heads.
 _LATENT_SHARE = 0.5
 # Our Hopper forward over torch's SDPA, causal, mean of recorded/kernels/h200-attention-forward.jsonl; it
 # takes heads of 64 and 128 elements, other widths go to Triton's.
 _HOPPER_OVER_SDPA = 1.13
 _HOPPER_HEADS = (64, 128)
-# The host's seconds for a forward that is no graph: at all, for each kernel of ours (a Triton launch
-# through torch's dispatcher: what a decode attention of batch 1 takes in
-# recorded/kernels/h200-decode.jsonl, less its work), and for each of torch's (planner/speed/h200.json,
-# host, llama, with its pace).
+# The host's seconds for a forward that is no graph: at all (what is left of a chunk in the served traces
+# 4b9cdfe1b06d1b35 and b7dcbad6e5500c05), for each kernel of ours (a Triton launch through torch's
+# dispatcher, which is what a decode attention of batch 1 takes in recorded/kernels/h200-decode.jsonl), and
+# for each of torch's (planner/speed/h200.json: the host's for Llama, with its pace).
 _HOST_FORWARD_S = 10e-3
-_HOST_OWN_S = 95e-6
+_HOST_OWN_S = 107e-6
 _HOST_TORCH_S = 26e-6
 _OWN_KERNELS = ("norms", "activation", "rotary")
 
@@ -80,6 +96,7 @@ class ServedModel:
     token_scales: bool = False
     expands_latents: bool = False
     graphs: bool = True
+    joins_qkv: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +118,7 @@ class StepTimes:
         self.rates = rates_of(served.gpu)
         split = Parallelism(zero_stage=0, world_size=1, tensor_parallel=served.tensor_parallel)
         self.part = stage_specs(served.spec, split)[0]
-        self.work = forward_work(self.part, served.weights_dtype)
+        self.work = forward_work(self.part, served.weights_dtype, joins_qkv=served.joins_qkv)
         self._forward = lru_cache(maxsize=4096)(self._forward_parts)
 
     @property
@@ -158,11 +175,11 @@ class StepTimes:
         work, few = self.work, self.work.element_bytes
         products = self._products("products", work.products, tokens)
         head = self._products("head", (work.head,), logit_rows)
-        moved = sum(one.token_bytes * one.count for one in work.streams) * tokens
+        moved = sum(one.count * _moved(one, tokens) for one in work.streams)
         time_s = sum(
-            one.count * one.kernels * self._stream_s(one.token_bytes / one.kernels * tokens)
-            for one in work.streams
-        ) + STEP_KERNELS * self._stream_s(tokens * self.part.hidden_size * few)
+            one.count * self._stream_s(_moved(one, tokens), one.kind) for one in work.streams
+        )
+        time_s += STEP_KERNELS * self._stream_s(tokens * self.part.hidden_size * few)
         time_s += self._stream_s(logit_rows * self.part.vocab_size * few)
         small = StepPart(
             name="elementwise", flops=0.0, bytes=float(moved), time_s=time_s, bound="hbm"
@@ -199,7 +216,7 @@ class StepTimes:
         many_s = self._many_s(product, visited, rows, moved)
         if product.experts or tokens >= _MANY_TOKENS:
             return many_s + _BETWEEN_KERNELS_S, moved
-        few_s = self._stream_s(moved) - _BETWEEN_KERNELS_S
+        few_s = _READ_FACTOR * (self._stream_s(moved) - _BETWEEN_KERNELS_S)
         between = max(0.0, (tokens - _FEW_TOKENS) / (_MANY_TOKENS - _FEW_TOKENS))
         return few_s + between * (many_s - few_s) + _BETWEEN_KERNELS_S, moved
 
@@ -221,11 +238,15 @@ class StepTimes:
         plain = product.inner * product.columns * self.work.element_bytes
         full_s = (moved + visited * (plain - product.weight_bytes)) / self.rates.memory_bytes_s
         read_s = moved / self.rates.memory_bytes_s
-        return measured_s * float(np.hypot(computed_s, read_s) / np.hypot(computed_s, full_s))
+        taken_s = measured_s * float(np.hypot(computed_s, read_s) / np.hypot(computed_s, full_s))
+        if product.experts:
+            return max(_UNEVEN_FACTOR * taken_s, computed_s / _UNEVEN_SHARE)
+        return (_POWER_FACTOR if computed_s > full_s else 1.0) * taken_s
 
-    def _stream_s(self, size_bytes: float) -> float:
+    def _stream_s(self, size_bytes: float, kind: int = COPY) -> float:
         """A kernel that moves so many bytes, and what passes before it."""
-        return _stream_s(self.rates, size_bytes) + _BETWEEN_KERNELS_S
+        taken_s = self.rates.stream_s(kind, np.float64(max(size_bytes, 1.0)))
+        return float(taken_s) + _BETWEEN_KERNELS_S
 
     def _decode_attention(self, batch: int, total_context_tokens: int) -> StepPart:
         """One query of each sequence over its cache; the new tokens are written, too."""
@@ -241,7 +262,8 @@ class StepTimes:
         read_s = read / rate + scaled_s
         layers = part.num_layers
         append = layers * self._stream_s(batch * elements * 4.0)
-        time_s = append + layers * (_DECODE_START_S + 2 * _BETWEEN_KERNELS_S)
+        start_s = self._decode_start_s(batch, seen / layers)
+        time_s = append + layers * (start_s + 2 * _BETWEEN_KERNELS_S)
         return StepPart(
             name="attention",
             flops=flops,
@@ -249,6 +271,14 @@ class StepTimes:
             time_s=time_s + max(read_s, computed_s),
             bound="compute" if computed_s > read_s else "hbm",
         )
+
+    def _decode_start_s(self, batch: int, layer_tokens: float) -> float:
+        """What a decode attention takes besides its reads: more, the longer each program's pipeline is."""
+        part = self.part
+        heads = part.num_heads if part.latent is not None else part.num_kv_heads
+        slots = _PROGRAMS_PER_MULTIPROCESSOR * self.rates.multiprocessors
+        tiles = max(_MIN_TILES, layer_tokens * heads / _TILE_TOKENS / max(slots, batch * heads))
+        return min(_DECODE_MOST_S, _DECODE_START_S + _DECODE_TILE_S * tiles)
 
     def _seen_tokens(self, batch: int, total_context_tokens: int) -> float:
         """Cached tokens that a step reads over all layers, sequences taken as equally long."""
@@ -299,7 +329,8 @@ class StepTimes:
         heads = float(rows * part.num_heads)
         taken_s = float(self.rates.attention_s(kind, heads, total, head_dim, flops))
         tail = _tail(num_tokens, heads, self.rates) / _tail(total, heads, self.rates)
-        return taken_s * tail / (_HOPPER_OVER_SDPA if is_hopper else 1.0) + _BETWEEN_KERNELS_S
+        faster = _HOPPER_OVER_SDPA if is_hopper else 1.0
+        return _POWER_FACTOR * taken_s * tail / faster + _BETWEEN_KERNELS_S
 
     def _reduced(self, tokens: int) -> tuple[StepPart, ...]:
         """Two all-reduces of the hidden states for each layer, one after the embedding's rows."""
@@ -333,11 +364,8 @@ def host_s(part: ModelSpec, work: ForwardWork) -> float:
     return _HOST_FORWARD_S + own * _HOST_OWN_S + (work.kernels - own) * _HOST_TORCH_S
 
 
-def _stream_s(rates: Rates, size_bytes: float) -> float:
-    return float(rates.stream_s(_COPY, np.float64(max(size_bytes, 1.0))))
-
-
-_COPY = stream_number("copy", "bf16")
+def _moved(stream: Stream, tokens: int) -> float:
+    return stream.token_bytes * tokens + stream.fixed_bytes
 
 
 def _total_s(parts: Iterable[StepPart]) -> float:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from planner.families import parameter_shapes
+from planner.memory.kinds import MOE
+from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 from planner.serving.memory import quantised_bytes
-from planner.workload import WeightsDtype
+from planner.speed.operation_lists import forward_layer_rows
+from planner.speed.stream_kinds import stream_number
+from planner.workload import Precision, TrainingWorkload, WeightsDtype
 
+COPY = stream_number("copy", "bf16")
 _PLAIN_BYTES = {WeightsDtype.BF16: 2, WeightsDtype.FP16: 2, WeightsDtype.FP32: 4}
-# Kernels between a router's product and the sum over a token's experts: 21 in the traced list of
-# Qwen3-MoE's layer (planner/speed/operations.json), two that prepare grouped products, and one more for
-# each of three sorts.
-_ROUTING_KERNELS = 26
-# Elements read and written besides the products, per expert that a token visits: rows gathered, weighted,
-# put back and summed; the activation and its product with the up projection (same list).
-_ROUTING_PASSES_HIDDEN, _ROUTING_PASSES_EXPERT = 6, 5
+# A grouped product has a second kernel, which prepares it.
+_GROUPED_KERNELS = 2
 # DeepSeek's queries and keys are rotated, joined and copied by ten kernels (list of deepseek_v2).
 _LATENT_KERNELS = 10
 # Around the layers: angles, positions, the embedding's rows, and what picks and keeps the next token.
@@ -46,12 +47,16 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Small kernels bound by memory: `kernels` of them together move `token_bytes` for each token."""
+    """A small kernel bound by memory, run `count` times: what it moves for each token, and besides.
+
+    `kind` is the number of its measured curve (`planner.speed.stream_kinds`).
+    """
 
     name: str
-    token_bytes: float
-    kernels: int
     count: int
+    token_bytes: float
+    fixed_bytes: float = 0.0
+    kind: int = COPY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +72,19 @@ class ForwardWork:
     def kernels(self) -> int:
         """Kernels of a forward, attention's among them; a grouped product counts once."""
         products = sum(one.count for one in self.products)
-        return products + sum(one.kernels * one.count for one in self.streams) + 1 + STEP_KERNELS
+        return products + sum(one.count for one in self.streams) + 1 + STEP_KERNELS
 
 
-def forward_work(part: ModelSpec, weights_dtype: WeightsDtype) -> ForwardWork:
+def forward_work(
+    part: ModelSpec, weights_dtype: WeightsDtype, *, joins_qkv: bool = True
+) -> ForwardWork:
     """Return the work of the part of a model that one GPU holds."""
     element_bytes = 4 if weights_dtype is WeightsDtype.FP32 else 2
     return ForwardWork(
-        products=(*_attention_products(part, weights_dtype), *_mlp_products(part, weights_dtype)),
+        products=(
+            *_attention_products(part, weights_dtype, joins_qkv),
+            *_mlp_products(part, weights_dtype),
+        ),
         streams=(
             *_norms(part, element_bytes),
             *_around_attention(part, element_bytes),
@@ -110,11 +120,15 @@ def _product(
     )
 
 
-def _attention_products(part: ModelSpec, dtype: WeightsDtype) -> Iterator[Product]:
+def _attention_products(part: ModelSpec, dtype: WeightsDtype, joins_qkv: bool) -> Iterator[Product]:
     hidden, count = part.hidden_size, part.num_layers
     output = (part.attended_size, hidden)
     if part.latent is None:
-        yield _product("qkv", (hidden, part.query_size + 2 * part.kv_size), count, dtype)
+        if joins_qkv:
+            yield _product("qkv", (hidden, part.query_size + 2 * part.kv_size), count, dtype)
+        else:
+            yield _product("query", (hidden, part.query_size), count, dtype)
+            yield _product("key_and_value", (hidden, part.kv_size), 2 * count, dtype)
         yield _product("attention_output", output, count, dtype)
         return
     latent = part.latent
@@ -159,38 +173,59 @@ def _norms(part: ModelSpec, element_bytes: int) -> Iterator[Stream]:
             width = part.query_size
         elif width == part.head_dim and "k_norm" in name:
             width = part.kv_size
-        moved = float(2 * width * element_bytes)
-        yield Stream(name="norms", token_bytes=moved, kernels=1, count=parameter.count)
+        yield _stream("norms", parameter.count, 2 * width * element_bytes)
+
+
+def _stream(name: str, count: int, token_bytes: float) -> Stream:
+    return Stream(name=name, count=count, token_bytes=float(token_bytes))
 
 
 def _around_attention(part: ModelSpec, element_bytes: int) -> Iterator[Stream]:
     """Rotary embedding, what latent attention copies, the two residual sums."""
     count, latent = part.num_layers, part.latent
-    width = 2 * (part.query_size + part.kv_size)
-    kernels = 1 if part.rotary_dim else 0
     if latent is not None:
         heads = part.num_heads
         joined = heads * (2 * latent.nope_dim + 7 * latent.rope_dim + 2 * latent.value_dim)
-        width, kernels = 2 * part.query_size + joined, _LATENT_KERNELS
-    if kernels:
-        moved = float(width * element_bytes)
-        yield Stream(name="rotary", token_bytes=moved, kernels=kernels, count=count)
-    sums = float(6 * part.hidden_size * element_bytes)
-    yield Stream(name="residuals", token_bytes=sums, kernels=2, count=count)
+        each = (2 * part.query_size + joined) * element_bytes / _LATENT_KERNELS
+        yield _stream("latents", count * _LATENT_KERNELS, each)
+    elif part.rotary_dim:
+        yield _stream("rotary", count, 2 * (part.query_size + part.kv_size) * element_bytes)
+    yield _stream("residuals", 2 * count, 3 * part.hidden_size * element_bytes)
 
 
 def _around_mlp(part: ModelSpec, element_bytes: int) -> Iterator[Stream]:
     hidden, routed = part.hidden_size, part.num_expert_layers
     passes = part.mlp_products
     if dense := part.num_layers - routed:
-        moved = float(passes * part.intermediate_size * element_bytes)
-        yield Stream(name="activation", token_bytes=moved, kernels=1, count=dense)
+        yield _stream("activation", dense, passes * part.intermediate_size * element_bytes)
     if not routed:
         return
-    visited = part.experts_per_token
-    width = _ROUTING_PASSES_HIDDEN * hidden + _ROUTING_PASSES_EXPERT * part.expert_size
-    moved = float(visited * width * element_bytes)
-    yield Stream(name="routing", token_bytes=moved, kernels=_ROUTING_KERNELS, count=routed)
-    if part.shared_expert_size:
-        moved = float((passes * part.shared_expert_size + 3 * hidden) * element_bytes)
-        yield Stream(name="shared_expert", token_bytes=moved, kernels=2, count=routed)
+    yield _stream("routing", (_GROUPED_KERNELS - 1) * 2 * routed, 0.0)
+    yield from _routing(part, routed)
+    if width := part.shared_expert_size:
+        yield _stream("activation", routed, passes * width * element_bytes)
+        yield _stream("residuals", routed, 3 * hidden * element_bytes)
+
+
+def _routing(part: ModelSpec, routed: int) -> Iterator[Stream]:
+    """What chooses experts, brings tokens to them and back: as transformers does, from its trace."""
+    workload = TrainingWorkload(precision=Precision.BF16)
+    for row, count in forward_layer_rows(part, workload, MOE):
+        kind, dtype, monomial, element_bytes = row if len(row) == 4 else (row[0], "", "", 0)
+        names = monomial.split("*")
+        if not _ROUTED.intersection(names) or "shared_experts" in names:
+            continue
+        moved = element_bytes * prod(int(name) for name in names if name.isdigit())
+        symbols = "*".join(name for name in names if not name.isdigit())
+        moved *= float(monomial_values(part, (symbols,), 1.0, 1.0)[0])
+        is_fixed = "seq" not in names
+        yield Stream(
+            name="routing",
+            count=routed * count,
+            token_bytes=0.0 if is_fixed else moved,
+            fixed_bytes=moved if is_fixed else 0.0,
+            kind=stream_number(kind, dtype),
+        )
+
+
+_ROUTED = frozenset(("top_k", "experts", "group_experts", "expert_groups"))

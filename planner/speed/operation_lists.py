@@ -121,6 +121,15 @@ def list_key(spec: ModelSpec, workload: TrainingWorkload) -> str:
     raise KeyError(f"{spec.family}: its operations were not traced")
 
 
+def forward_layer_rows(
+    spec: ModelSpec, workload: TrainingWorkload, kind: str
+) -> list[tuple[list[Any], int]]:
+    """Return (row, count) of what the forward of one layer of a kind runs, as it was traced."""
+    data = _data()
+    sections = _sections(data["variants"][list_key(spec, workload)], kind)
+    return [(data["rows"][index], count) for index, count in sections["layer"]]
+
+
 def _loss_key(loss: Loss) -> str | None:
     return None if loss is Loss.HF else f"llama/sdpa/bf16/{loss}"
 
