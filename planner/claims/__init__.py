@@ -1,0 +1,1 @@
+"""What people say in numbers about FlashAttention and ZeRO, computed and judged."""
