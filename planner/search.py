@@ -146,14 +146,17 @@ def grid(
         micro_batches=axes["micro_batch"],
         sequence_lengths=axes["sequence_length"],
     )
-    states = _states(plan, workload, axes, memory["device_bytes"])
+    states = verdicts(plan, workload, axes, memory["device_bytes"])
     return Grid(axes=axes, values={**memory, "verdict": states, **speed})
 
 
-def _states(
+def verdicts(
     plan: Plan, workload: TrainingWorkload, axes: Mapping[str, Sequence[int]], device: NDArray[Any]
 ) -> NDArray[np.str_]:
-    """Return every point's verdict, each from the history of its own engine and stage."""
+    """Return the verdict on device bytes over stage, ranks, micro-batch and length.
+
+    Each is from the history of the plan's engine at its stage; `axes` names stages and ranks.
+    """
     engine, capacity_bytes = plan.parallelism.engine, plan.hardware.visible_bytes
     ratios = ratios_by_stage(plan_traits(plan, workload), axes["zero_stage"])
     if ratios is None or is_split(plan.parallelism):

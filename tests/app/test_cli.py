@@ -236,6 +236,35 @@ def test_sweep_covers_the_whole_grid_and_agrees_with_plan(run: Run) -> None:
     assert found[3, 8, 2, 256] == json.loads(answer)["memory"]["device_bytes"]
 
 
+def test_sweep_counts_what_cannot_be_planned_and_says_what_to_run(run: Run) -> None:
+    lists = ("--engine", "all", "--gpus", "8", "--micro-batch", "1-4", "--checkpointing", "all")
+    limits = ("--global-batch", "64", "--margin", "10", "--gpu-hour-cost", "3.6")
+    arguments = ("sweep", "--model", "gpt2", "--seq", "512", *lists, *limits)
+    code, out, _ = run(*arguments, "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert sum(answer["counts"].values()) == 5 * 4 * 4 * 3
+    assert sum(answer["not_planned"].values()) == answer["counts"]["not_planned"]
+    # 64 sequences on 8 GPUs cannot be micro-batches of 3.
+    assert {point["micro_batch"] for point in answer["points"]} == {1, 2, 4}
+    for point in answer["points"]:
+        assert 8 * point["micro_batch"] * point["grad_accumulation"] == 64
+        per_hour = 3600 * point["tokens_per_s"] / 1e6
+        assert point["cost_per_million_tokens"] == pytest.approx(8 * 3.6 / per_hour)
+    fastest = max(point["tokens_per_s"] for point in answer["points"])
+    assert answer["best"]["row"]["tokens_per_s"] == answer["front"][0]["tokens_per_s"] == fastest
+    _, words, _ = run(*arguments)
+    assert " ".join(answer["best"]["sentence"].split()) in " ".join(words.split())
+    assert "Not planned, 12 x:" in words
+
+
+def test_a_sweep_of_which_nothing_fits_says_so(run: Run) -> None:
+    code, out, _ = run("sweep", "--model", "llama-3.1-70b", "--gpus", "1")
+    assert code == 0
+    assert "None of these combinations fits" in out
+    assert "Of 4 combinations 4 do not fit." in out
+
+
 def test_sweep_in_words_has_a_row_for_each_world_size(run: Run) -> None:
     code, out, _ = run("sweep", "--model", "gpt2", "--gpus", "1,8", "--seq", "128")
     assert code == 0
@@ -249,7 +278,13 @@ def test_sweep_in_words_has_a_row_for_each_world_size(run: Run) -> None:
         (("--gpus", "1,,2"), "integers separated by commas"),
         (("--gpus", "0"), "world_size"),
         (("--micro-batch", "1,70000"), "micro_batch"),
-        (("--engine", "fsdp2", "--zero", "0,2"), "fsdp2"),
+        (("--micro-batch", "4-2"), "a range such as 1-16"),
+        (("--engine", "fsdp2", "--zero", "0"), "fsdp2"),
+        (("--attention", "flash"), "workload.attention"),
+        (("--attention", "sdpa,flash"), "sweep.attention"),
+        (("--margin", "100"), "sweep.margin"),
+        (("--best", "nicest"), "fastest, cheapest"),
+        (("--gpu-hour-cost", "-1"), "sweep.gpu_hour_cost"),
     ],
 )
 def test_a_wrong_sweep_is_one_sentence(run: Run, arguments: tuple[str, ...], words: str) -> None:
