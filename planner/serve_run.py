@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,13 @@ MAX_ARRIVAL_S = 86_400.0
 PERCENTILES = (50, 90, 99)
 _REQUEST = frozenset(("arrival_s", "prompt_tokens", "new_tokens", "cancel_after"))
 _POISSON = frozenset(("requests", "rate_per_s", "prompt_tokens", "new_tokens", "seed"))
+
+
+class ServePeer(StrEnum):
+    """Who serves the same trace in the same run: transformers' continuous batching, vLLM if installed."""
+
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +73,7 @@ class ServeRun:
     attention: AttentionBackend = AttentionBackend.PEAKMARK
     fused: bool = True
     graphs: bool = True
+    peers: tuple[ServePeer, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -75,6 +84,7 @@ class ServeRun:
         """Return the JSON form, as a job spec holds it."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain |= {name: str(plain[name]) for name in ("dtype", "cache_dtype", "attention")}
+        plain["peers"] = [str(peer) for peer in self.peers]
         return plain | {"trace": [one.to_dict() for one in self.trace]}
 
 
@@ -102,6 +112,7 @@ def parse_serve(given: object, *, max_requests: int = MAX_REQUESTS) -> tuple[Ser
         attention=check_choice("serve.attention", merged["attention"], AttentionBackend),
         fused=check_boolean("serve.fused", merged["fused"]),
         graphs=check_boolean("serve.graphs", merged["graphs"]),
+        peers=_peers(merged["peers"]),
     )
     check_together("serve", run.cache_dtype, run.dtype)
     longest = max(run.trace, key=lambda one: one.prompt_tokens + one.new_tokens)
@@ -114,6 +125,12 @@ def parse_serve(given: object, *, max_requests: int = MAX_REQUESTS) -> tuple[Ser
         )
         raise PlanError("serve.pages", run.pages, f"at least {needed}", sentence=sentence)
     return run, model
+
+
+def _peers(value: object) -> tuple[ServePeer, ...]:
+    if not isinstance(value, list | tuple):
+        raise PlanError("serve.peers", value, "a list of " + ", ".join(ServePeer))
+    return tuple(dict.fromkeys(check_choice("serve.peers", one, ServePeer) for one in value))
 
 
 def parse_trace(given: object, *, max_requests: int = MAX_REQUESTS) -> tuple[TraceRequest, ...]:
@@ -212,6 +229,37 @@ def serve_cells(measured: Mapping[str, Any]) -> list[tuple[str, ...]]:
         for name, words in _TIMES.items()
         if (found := measured["latency"].get(name))
     ]
+
+
+PEER_COLUMNS = (
+    *("who", "first token p50", "p90", "per token p50", "per token p90"),
+    *("tokens/s", "equal tokens"),
+)
+
+
+def peer_cells(measured: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return PEER_COLUMNS of a serving run's result, ours first; nothing where nobody else served."""
+    peers = measured.get("peers") or {}
+    if not peers:
+        return []
+    rows = [("peakmark", *_speeds(measured), "-")]
+    for name, peer in peers.items():
+        if "latency" not in peer:
+            rows.append((name, str(peer["outcome"]), *["-"] * 5))
+            continue
+        equal = peer.get("tokens_equal")
+        rows.append((name, *_speeds(peer), "-" if equal is None else f"{100 * equal:.0f} %"))
+    return rows
+
+
+def _speeds(measured: Mapping[str, Any]) -> tuple[str, ...]:
+    latency = measured["latency"]
+    times = [
+        format_seconds(latency[name][percent]) if latency.get(name) else "-"
+        for name in ("ttft_s", "tpot_s")
+        for percent in ("p50", "p90")
+    ]
+    return (*times, format_count(measured["tokens_per_s"]))
 
 
 def serve_headline(measured: Mapping[str, Any]) -> str:

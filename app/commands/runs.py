@@ -120,7 +120,7 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     elif summary.kind.value == "decode":
         print_decode(detail.spec, detail.measured or {})
     elif summary.kind.value == "serve":
-        print_serving(detail.measured or {})
+        print_serving(detail)
     elif detail.prediction and detail.measured:
         print_comparison(detail.prediction, detail.measured, summary.world.value)
     for line in saved_lines(detail.measured or {}):

@@ -55,6 +55,12 @@ def serve_command(
     attention: Annotated[
         str | None, typer.Option(help="peakmark (needs a GPU) or torch; by the device if left out.")
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="transformers or vllm, to serve the trace too; repeat for both."),
+    ] = None,
+    simulate: Annotated[bool, typer.Option(help="Simulate it on --gpu; nothing runs.")] = False,
+    gpu: Annotated[str, typer.Option(help="GPU that --simulate is for, such as h200.")] = "h200",
     world: Annotated[
         str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
     ] = None,
@@ -67,10 +73,6 @@ def serve_command(
 
     Exit code 0 when the run is done, else 1.
     """
-    from planner.serve_run import parse_serve
-
-    of = decoding_model(model, config)
-    chosen = decoding_world(world)
     poisson = {
         "requests": requests,
         "rate_per_s": rate,
@@ -78,18 +80,31 @@ def serve_command(
         "new_tokens": _pair("new_tokens", new_tokens),
         "seed": seed,
     }
-    asked = {
-        "model": of,
+    asked: dict[str, Any] = {
+        "model": decoding_model(model, config),
         "trace": poisson if trace is None else _trace_file(trace),
-        "dtype": dtype or ("fp32" if chosen == "cpu" else "bf16"),
-        "attention": attention or ("torch" if chosen == "cpu" else "peakmark"),
         "cache_dtype": cache_dtype,
+        "peers": peer or [],
     } | {"rows": rows, "pages": pages, "page_size": page_size, "chunk_tokens": chunk_tokens}
-    run, _ = parse_serve(asked)
-    spec = {"schema": 1, "kind": "serve", "world": chosen, "serve": run.to_dict()}
-    spec["deadline_s"] = deadline
-    detail = run_here(spec, quiet=json)
-    report(detail, as_json=json)
+    given = {"dtype": dtype, "attention": attention}
+    asked |= {name: value for name, value in given.items() if value is not None}
+    if simulate:
+        from app.commands.simulated_serve import simulate_command
+
+        simulate_command(asked, gpu, as_json=json)
+        return
+    _serve_here(asked, decoding_world(world), deadline, as_json=json)
+
+
+def _serve_here(asked: dict[str, Any], world: str, deadline_s: float, *, as_json: bool) -> None:
+    from planner.serve_run import parse_serve
+
+    by_world = {"dtype": "fp32", "attention": "torch"} if world == "cpu" else {}
+    run, _ = parse_serve(by_world | asked)
+    spec = {"schema": 1, "kind": "serve", "world": world, "serve": run.to_dict()}
+    spec["deadline_s"] = deadline_s
+    detail = run_here(spec, quiet=as_json)
+    report(detail, as_json=as_json)
     exit_unless_done(detail)
 
 
@@ -119,14 +134,33 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
         print_json({"schema": 1, **detail.to_dict()})
         return
     say_outcome(detail)
-    print_serving(detail.measured or {})
+    print_serving(detail)
 
 
-def print_serving(measured: Any) -> None:
-    """Print a serving run's figures; nothing for one that measured none."""
-    from planner.serve_run import SERVE_COLUMNS, serve_cells, serve_headline
+def print_serving(detail: RunDetail) -> None:
+    """Print a serving run's figures beside its simulation and peers; nothing for one that has none."""
+    from planner.serve_run import (
+        PEER_COLUMNS,
+        SERVE_COLUMNS,
+        peer_cells,
+        serve_cells,
+        serve_headline,
+    )
+    from planner.simulation.runs import (
+        COMPARED_COLUMNS,
+        compare_latency,
+        compared_cells,
+        simulated_row,
+    )
 
+    measured = detail.measured or {}
     if "latency" not in measured:
         return
     cells = serve_cells(measured)
     print_table(make_table(serve_headline(measured), SERVE_COLUMNS[:1], SERVE_COLUMNS[1:], cells))
+    if peers := peer_cells(measured):
+        print_table(make_table("The same trace", PEER_COLUMNS[:1], PEER_COLUMNS[1:], peers))
+    if found := simulated_row(detail.spec, detail.environment):
+        compared = compared_cells(compare_latency(found.continuous, measured))
+        title = f"Simulated on {found.gpu.name}, beside it"
+        print_table(make_table(title, COMPARED_COLUMNS[:2], COMPARED_COLUMNS[2:], compared))

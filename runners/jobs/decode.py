@@ -88,16 +88,16 @@ def measure_decode(session: JobSession) -> None:
     else:
         tokens = _measure_ours(session, run, model, prompts)
     measured["host_bytes"] = host_peak_bytes()
-    _release(device)
+    release(device)
     measured["peers"] = {}
     for peer in run.peers:
         session.events.phase("peer", peer=peer)
-        figures = _surviving(device, lambda peer=peer: measure_peer(peer, model, prompts, tokens))
+        figures = surviving(device, lambda peer=peer: measure_peer(peer, model, prompts, tokens))
         measured["peers"][str(peer)] = figures
         if "decode_time_s" in figures:
             ratio = figures["decode_time_s"] / measured["decode_time_s"]
             figures["decode_time_over_ours"] = ratio
-        _release(device)
+        release(device)
 
 
 def weights_bytes(model: nn.Module) -> int:
@@ -114,14 +114,14 @@ def _measure_ours(session: JobSession, run: DecodeRun, model: nn.Module, prompts
     decoder = Decoder(model, cache, run.attention, graphs=run.graphs)
     session.events.phase("warmup")
     # One group of rows is enough: each has the shape of all.
-    _prefill(decoder, prompts[: _rows_at_once(run)])
+    prefill_rows(decoder, prompts[: _rows_at_once(run)])
     for row in range(run.batch):
         cache.finish(row)
     reset_peak(device)
     session.events.phase("prefill")
     clock = Clock(device)
     start = clock.now()
-    first = _prefill(decoder, prompts)
+    first = prefill_rows(decoder, prompts)
     prefill_s = clock.seconds(start, clock.now())
     measured["prefill_time_s"] = prefill_s
     measured["prefill_tokens_per_s"] = prompts.numel() / prefill_s
@@ -138,7 +138,7 @@ def _rows_at_once(run: DecodeRun) -> int:
     return max(1, min(run.batch, PREFILL_TOKENS // run.context))
 
 
-def _prefill(decoder: Decoder, prompts: Tensor) -> Tensor:
+def prefill_rows(decoder: Decoder, prompts: Tensor) -> Tensor:
     """Prefill rows, as many at once as PREFILL_TOKENS allows; return the tokens (B,) that follow."""
     rows, context = prompts.shape
     step = max(1, PREFILL_TOKENS // context)
@@ -201,13 +201,14 @@ def note_memory(measured: dict[str, Any], device: torch.device) -> None:
     measured["allocator"] = allocator_counters(device)
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
+    """Give back what nobody holds any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _surviving(device: torch.device, measure: Any) -> dict[str, Any]:
+def surviving(device: torch.device, measure: Any) -> dict[str, Any]:
     """Return a peer's figures; what ends it is a figure too, for ours have been taken."""
     try:
         return {"outcome": Outcome.DONE, **measure()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,20 @@ from runners.jobs.decode import (
     build_model,
     note_memory,
     peak_allocated,
+    release,
     reset_peak,
+    surviving,
     weights_bytes,
 )
 from runners.jobs.harness import JobSession, run_job
+from runners.jobs.serve_peers import measure_serve_peer
 from runners.measure import host_peak_bytes
 from runners.serving.caches import PagedCache, stored_dtype
 from runners.serving.decoder import Decoder
 from runners.serving.engine import Engine, Request, RequestState
 from runners.serving.fused import fused_operations
 from runners.serving.shapes import cache_shape
+from runners.serving.vllm_peer import check_vllm
 
 # So many requests are decoded once more, each alone, and compared.
 _CHECKED = 4
@@ -41,19 +46,27 @@ _IDLE_S = 0.001
 def measure_serving(session: JobSession) -> None:
     """Build, warm up, replay the trace, check some requests alone; fills `session.measured`."""
     run, spec = parse_serve(session.spec.serve)
+    check_vllm(run)
     session.take_device()
     session.events.phase("build")
     model = build_model(run, spec, session.device, session.spec.seed)
     session.measured["weights_bytes"] = weights_bytes(model)
     if run.fused and run.attention is AttentionBackend.PEAKMARK:
         with fused_operations(model):
-            _serve(session, run, spec, model)
+            served = _serve(session, run, spec, model)
     else:
-        _serve(session, run, spec, model)
+        served = _serve(session, run, spec, model)
     session.measured["host_bytes"] = host_peak_bytes()
+    session.measured["peers"] = {}
+    for peer in run.peers:
+        release(session.device)
+        session.events.phase("peer", peer=peer)
+        session.measured["peers"][str(peer)] = surviving(
+            session.device, partial(measure_serve_peer, peer, model, spec, run, served)
+        )
 
 
-def _serve(session: JobSession, run: ServeRun, spec: ModelSpec, model: nn.Module) -> None:
+def _serve(session: JobSession, run: ServeRun, spec: ModelSpec, model: nn.Module) -> list[Request]:
     measured, device = session.measured, session.device
     cache = _cache(run, model, device)
     measured["cache_bytes"] = cache.bytes()
@@ -76,6 +89,7 @@ def _serve(session: JobSession, run: ServeRun, spec: ModelSpec, model: nn.Module
     note_memory(measured, device)
     session.events.phase("check")
     measured["equal_alone"] = _equal_alone(decoder, cache, run, requests)
+    return requests
 
 
 def _cache(run: ServeRun, model: nn.Module, device: torch.device) -> PagedCache:
