@@ -257,3 +257,11 @@ def test_answers_are_plain_json(every: dict[str, Answer]) -> None:
     assert first["computed"][0]["agrees"] is True
     opened = parse_plan(first["computed"][0]["opens"]["plan"])
     assert opened.model.name
+
+
+def test_the_document_gives_every_verdict(every: dict[str, Answer]) -> None:
+    lines = (ROOT / "docs/claims.md").read_text().splitlines()
+    told = [line.split(" | ") for line in lines if line.startswith("| `")]
+    assert [[cells[0].strip("| `"), cells[2], cells[3].removesuffix(" |")] for cells in told] == [
+        [name, str(one.found.verdict), f"{one.found.because}."] for name, one in every.items()
+    ]

@@ -1,0 +1,90 @@
+"""What the Claims page shows, as plain data: answers, tables, and the pages that figures open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import streamlit as st
+
+from app import services, state
+from app.claim_words import seen_text, value_text
+from app.components.attention_form import link_of
+from db.database import display_name, resolve_url
+from db.measurements import measurements
+from db.types import Origin, RunKind
+from planner.attention.problem import Variant, parse_problem
+from planner.claims.answers import answers
+from planner.plan import Plan, parse_plan, plan_hash
+
+STORED_TTL_S = 60
+KINDS = (RunKind.ATTENTION, RunKind.TRAIN_STEP)
+PLAN_PAGE, ATTENTION_PAGE = "app_pages/plan.py", "app_pages/attention.py"
+
+
+def claim_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return every claim (see `planner.claims.claim.Answer`), with a figure for `plan` beside."""
+    return _claim_rows(display_name(resolve_url(None)), plan_hash(plan), plan)
+
+
+@st.cache_data(max_entries=20, ttl=STORED_TTL_S, show_spinner="Computing every claim…")
+def _claim_rows(url: str, digest: str, _plan: Plan) -> list[dict[str, Any]]:
+    rows = measurements(services.database(), kinds=list(KINDS))
+    here = [row.id for row in rows if row.origin is Origin.HERE]
+    return [one.to_dict() for one in answers(_plan, rows, here)]
+
+
+def figure_rows(claim: Mapping[str, Any], sizes: str) -> list[dict[str, Any]]:
+    """Return the lines behind a claim's figure: computed ones, then measured ones."""
+    computed = [
+        {
+            "": "your plan" if one["own_plan"] else "computed",
+            **_line(one, claim, sizes),
+            "from": one["how"],
+        }
+        for one in claim["computed"]
+    ]
+    measured = [
+        {"": "measured", **_line(one, claim, sizes), "from": seen_text(one)}
+        for one in claim["measured"]
+    ]
+    return computed + measured
+
+
+def _line(one: Mapping[str, Any], claim: Mapping[str, Any], sizes: str) -> dict[str, Any]:
+    return {
+        "case": one["condition"],
+        "value": value_text(one["value"], claim["unit"], sizes),
+        "agrees": one["agrees"],
+    }
+
+
+def table_rows(claims: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return all figures of all claims as plain lines, values in bytes, factors, shares, tokens."""
+    return [
+        {
+            "claim": claim["id"],
+            "says": claim["says"],
+            "said in": claim["said_in"]["file"],
+            "verdict": claim["verdict"],
+            "kind": kind,
+            "case": one["condition"],
+            "value": one["value"],
+            "unit": claim["unit"],
+            "agrees": one["agrees"],
+            "rows": ", ".join(one.get("rows", ())),
+        }
+        for claim in claims
+        for kind in ("computed", "measured")
+        for one in claim[kind]
+    ]
+
+
+def page_of(opens: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return the page that shows a figure's numbers, and the parameters of its address."""
+    query = state.query_of_plan(opens["plan"])
+    if opens["attention"] is None:
+        return PLAN_PAGE, query
+    variants = [Variant(name) for name in opens["variants"]]
+    own = link_of(parse_plan(opens["plan"]), parse_problem(opens["attention"]), variants)
+    return ATTENTION_PAGE, {**query, **own}

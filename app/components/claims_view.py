@@ -1,0 +1,163 @@
+"""The Claims page: what is said in numbers of FlashAttention and ZeRO, computed, measured, judged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from app import claim_rows, services
+from app.charts.claims import claim_figure
+from app.claim_words import (
+    claimed_text,
+    computed_text,
+    range_text,
+    value_text,
+    verdict_sentence,
+)
+from app.components.current_plan import current_document, keep_plan_in_url
+from app.components.figure import metric_row, show_figure, show_table
+from app.components.header import unit
+from app.components.problems import told_in_one_sentence
+from planner.claims.claim import Topic, Verdict
+
+WHAT_IT_IS = (
+    "Two texts that are widely copied say what FlashAttention and ZeRO bring, in numbers. Here each "
+    "number stands beside what the planner computes for cases that the claim may mean, beside what "
+    "runs on a GPU measured, and beside your plan."
+)
+LOOKS: Mapping[str, tuple[str, str]] = {
+    Verdict.HOLDS.value: ("green", ":material/check_circle:"),
+    Verdict.ONLY_WHEN.value: ("orange", ":material/rule:"),
+    Verdict.NOT.value: ("red", ":material/cancel:"),
+}
+TOPICS: Mapping[str, str] = {
+    Topic.ATTENTION.value: "One attention call",
+    Topic.TRAINING.value: "A training step",
+    Topic.EXAMPLES.value: "The texts' examples",
+    Topic.ZERO.value: "ZeRO",
+}
+Claim = Mapping[str, Any]
+
+
+def show_claims_page() -> None:
+    """Draw every claim with its verdict, for the plan that the form describes."""
+    with told_in_one_sentence():
+        document = current_document()
+        if document is None:
+            st.info(
+                "Give a model on the Plan page to see the claims for it.", icon=":material/info:"
+            )
+            st.page_link("app_pages/plan.py", label="To the plan", icon=":material/straighten:")
+            return
+        plan = services.check_plan(document)
+        keep_plan_in_url()
+        st.caption(WHAT_IT_IS)
+        claims = claim_rows.claim_rows(plan)
+        _counts(claims)
+        shown = _chosen(claims)
+        for topic, heading in TOPICS.items():
+            of_topic = [claim for claim in shown if claim["topic"] == topic]
+            if of_topic:
+                st.markdown(f"### {heading}")
+            for claim in of_topic:
+                _claim(claim)
+        st.markdown("### All figures")
+        show_table(claim_rows.table_rows(claims), key="claims", title="All figures of all claims")
+
+
+def _counts(claims: Sequence[Claim]) -> None:
+    found = Counter(claim["verdict"] for claim in claims)
+    with metric_row():
+        st.metric("Claims", len(claims))
+        for verdict in Verdict:
+            st.metric(verdict.value.capitalize(), found[verdict.value])
+
+
+def _chosen(claims: Sequence[Claim]) -> list[Claim]:
+    """Draw the choice of verdicts and topics; return the claims that are left."""
+    left, right = st.columns(2)
+    with left:
+        verdicts = st.pills(
+            "Verdict",
+            list(LOOKS),
+            selection_mode="multi",
+            key="claims_verdicts",
+            help="None chosen: all.",
+        )
+    with right:
+        topics = st.pills(
+            "About",
+            list(TOPICS),
+            selection_mode="multi",
+            format_func=lambda topic: TOPICS[topic],
+            key="claims_topics",
+            help="None chosen: all.",
+        )
+    return [
+        claim
+        for claim in claims
+        if claim["verdict"] in (verdicts or LOOKS) and claim["topic"] in (topics or TOPICS)
+    ]
+
+
+def _claim(claim: Claim) -> None:
+    colour, icon = LOOKS[claim["verdict"]]
+    sizes = unit()
+    with st.container(border=True, key=f"claim_{claim['id']}"):
+        st.markdown(f"**{claim['says']}**")
+        st.markdown(f":{colour}[{icon}] {verdict_sentence(claim)}")
+        st.caption(
+            f"Claimed: {claimed_text(claim, sizes)} · computed: {computed_text(claim, sizes)} · "
+            f"measured: {range_text(claim['measured'], claim['unit'], sizes)}{_own(claim, sizes)}"
+        )
+        more = st.expander(
+            "Figures, conditions, source",
+            icon=":material/query_stats:",
+            key=f"claim_{claim['id']}_more",
+            on_change="rerun",
+        )
+        if more.open:
+            with more:
+                _more(claim, sizes)
+
+
+def _own(claim: Claim, sizes: str) -> str:
+    mine = [one for one in claim["computed"] if one["own_plan"]]
+    return f" · your plan: {range_text(mine, claim['unit'], sizes)}" if mine else ""
+
+
+def _more(claim: Claim, sizes: str) -> None:
+    said = claim["said_in"]
+    st.markdown(f"Said: “{claim['quote']}” — {said['title']} (`{said['file']}`)")
+    st.markdown(f"Needs: {claim['needs']}")
+    if claim["left_out"]:
+        st.caption(f":material/info: Your plan has no figure here: {claim['left_out']}")
+    measured = "" if claim["measured"] else " Nothing stored measured this yet."
+    show_figure(
+        claim_figure(claim, lambda value: value_text(value, claim["unit"], sizes)),
+        key=f"claim_{claim['id']}_figure",
+        title="Computed and measured",
+        caption="Hollow: computed by the planner, the diamond for your plan; filled square: measured "
+        "here, dot: recorded elsewhere. The green band agrees with the claim. Bytes are allocated "
+        f"bytes, or device bytes where a GPU's capacity is asked for.{measured}",
+        rows=claim_rows.figure_rows(claim, sizes),
+    )
+    for place, one in enumerate(claim["computed"]):
+        _case(one, place)
+
+
+def _case(one: Mapping[str, Any], place: int) -> None:
+    """Draw a case: what its number was made of, and the page that shows it in full."""
+    if one["opens"] is None or one["own_plan"]:
+        st.caption(f"{one['condition']} — {one['how']}")
+        return
+    page, query = claim_rows.page_of(one["opens"])
+    st.page_link(
+        page,
+        label=f"{one['condition']} — {one['how']}",
+        icon=":material/open_in_new:",
+        query_params=query,
+    )
