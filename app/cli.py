@@ -10,6 +10,7 @@ from app.commands import (
     accuracy,
     attention,
     calibrate,
+    claims,
     decode,
     doctor,
     import_rows,
@@ -38,6 +39,7 @@ app.command("calibrate")(calibrate.calibrate_command)
 app.command("attention")(attention.attention_command)
 app.command("decode")(decode.decode_command)
 app.command("serve")(serve.serve_command)
+app.command("claims")(claims.claims_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
 app.command("accuracy")(accuracy.accuracy_command)

@@ -47,6 +47,12 @@ page = st.navigation(
                 icon=":material/center_focus_strong:",
                 help="What do kernels and algorithms of attention cost here, and which are exact?",
             ),
+            st.Page(
+                "app_pages/claims.py",
+                title="Claims",
+                icon=":material/fact_check:",
+                help="Is what people say about FlashAttention and ZeRO true here?",
+            ),
         ],
         "Prove": [
             st.Page(

@@ -22,6 +22,7 @@ COMMANDS = {
     "attention",
     "decode",
     "serve",
+    "claims",
     "worker",
     "runs",
     "runs show",
