@@ -27,6 +27,7 @@ from planner.memory.overheads import NCCL_OVERHEAD
 from planner.plan import parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
+from planner.serving.runs import compare_served, served_traits
 from planner.speed.calibrated import rows_used
 from planner.verdict import State, decide
 from planner.workload import TrainingWorkload
@@ -85,7 +86,8 @@ class AccuracyReport:
     """What `peakmark accuracy` prints; the held-out rows are among those of evidence.
 
     `judged` holds today's verdict on each row beside how it ended. `not_predicted` gives the reason
-    for each training row that today's planner refuses.
+    for each training row that today's planner refuses. `served` holds the comparisons of decode and
+    serve rows, whose quantities are their own; the rows are among the other ones.
     """
 
     evidence_rows: int
@@ -95,6 +97,7 @@ class AccuracyReport:
     judged: tuple[Judged, ...]
     not_predicted: Mapping[str, str] = field(hash=False)
     residuals: tuple[Residual, ...]
+    served: tuple[Residual, ...] = ()
 
     @property
     def false_fits(self) -> tuple[str, ...]:
@@ -134,6 +137,10 @@ class AccuracyReport:
     def holdout(self) -> dict[str, Statistics]:
         """Return the statistics of each quantity over the rows that nothing was tuned on."""
         return _by_quantity(r for r in self.residuals if r.role is Role.HOLDOUT)
+
+    def served_overall(self) -> dict[str, Statistics]:
+        """Return the statistics of each quantity over decode and serve rows but those of calibration."""
+        return _by_quantity(r for r in self.served if r.role is not Role.CALIBRATION)
 
     def by_group(self) -> dict[str, dict[str, dict[str, Statistics]]]:
         """Return the statistics by group ("engine"), value ("fsdp2") and quantity."""
@@ -175,6 +182,10 @@ class AccuracyReport:
                 for name, values in self.by_group().items()
             },
             "residuals": [residual.to_dict() for residual in self.residuals],
+            "serving": {
+                "quantities": _plain(self.served_overall()),
+                "residuals": [residual.to_dict() for residual in self.served],
+            },
         }
 
 
@@ -218,11 +229,13 @@ class _Tally:
     judged: list[Judged] = field(default_factory=list)
     not_predicted: dict[str, str] = field(default_factory=dict)
     residuals: list[Residual] = field(default_factory=list)
+    served: list[Residual] = field(default_factory=list)
 
     def add(self, row: RecordedRow) -> None:
         """Predict for one row and count it."""
         if row.kind is not Kind.TRAIN_STEP or row.outcome not in (DONE, OUT_OF_MEMORY):
             self.counts["other"] += 1
+            self._add_served(row)
             return
         try:
             plan = as_run(parse_plan(row.spec["plan"]), row.environment)
@@ -248,6 +261,15 @@ class _Tally:
                 Residual(row_id=row.id, role=row.role, comparison=one, groups=groups)
                 for one in found
                 if not (one.quantity in TIME_QUANTITIES and row.id in rows_used())
+            ]
+
+
+    def _add_served(self, row: RecordedRow) -> None:
+        if row.kind in (Kind.DECODE, Kind.SERVE) and row.outcome == DONE:
+            groups = served_traits(row)
+            self.served += [
+                Residual(row_id=row.id, role=row.role, comparison=one, groups=groups)
+                for one in compare_served(row)
             ]
 
 
@@ -277,6 +299,7 @@ def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:
         judged=tuple(tally.judged),
         not_predicted=tally.not_predicted,
         residuals=tuple(tally.residuals),
+        served=tuple(tally.served),
     )
 
 
@@ -291,6 +314,7 @@ def merged_reports(reports: Iterable[AccuracyReport]) -> AccuracyReport:
         judged=tuple(judged for part in parts for judged in part.judged),
         not_predicted={row: why for part in parts for row, why in part.not_predicted.items()},
         residuals=tuple(residual for part in parts for residual in part.residuals),
+        served=tuple(residual for part in parts for residual in part.served),
     )
 
 

@@ -38,6 +38,9 @@ def accuracy_command(
     if report.holdout_rows:
         held = overall_rows(report.holdout())
         print_table(make_table("Holdout rows", ("quantity",), FIGURES, held))
+    if report.served:
+        served = overall_rows(report.served_overall())
+        print_table(make_table("Decode and serve rows", ("quantity",), FIGURES, served))
     words = ("group", "value", "quantity")
     print_table(make_table("By group", words, FIGURES, group_rows(report)))
     ends = ("ran", "out of memory")

@@ -20,14 +20,29 @@ from planner.hardware import Gpu
 from planner.memory.parallel import stage_specs
 from planner.model import ModelSpec
 from planner.serving.memory import KV_ELEMENT_BYTES
-from planner.serving.work import COPY, STEP_KERNELS, ForwardWork, Product, Stream, forward_work
+from planner.serving.work import (
+    COPY,
+    SORTS,
+    STEP_KERNELS,
+    ForwardWork,
+    Product,
+    Stream,
+    forward_work,
+)
 from planner.speed.calibrated import MEASURED_ID, measured_gpu, rates_of
 from planner.speed.rates import Rates, layout_number
+from planner.units import MIB_BYTES
 from planner.workload import KvDtype, Parallelism, WeightsDtype
 
 # Ids of recorded rows that a constant below was fitted to: no evidence for the times they set.
 DECODE_ROWS = frozenset(
-    ("d5b2c047df93d368", "9436024a0e6645b4", "64bfa18987712c17", "79237c4ebf67330a")
+    (
+        "d5b2c047df93d368",
+        "9436024a0e6645b4",
+        "64bfa18987712c17",
+        "79237c4ebf67330a",
+        "e747d32afa5bafb0",
+    )
 )
 PREFILL_ROWS = frozenset(("b5840a901a294d25", "60e281f0617861be", "79237c4ebf67330a"))
 
@@ -63,6 +78,10 @@ _POWER_FACTOR = 1.09
 # Experts of a random router are visited unevenly: their grouped products take longer than even ones of
 # the curves, and reach only so much of the sheet's FLOPs. Both fitted to Qwen3-30B-A3B at batch 16.
 _UNEVEN_FACTOR, _UNEVEN_SHARE = 1.17, 0.26
+# A sort of a few values, or their largest, takes so much longer than a copy: fitted to the same model at
+# batch 1.
+_SORT_S = 9e-6
+_KINDS_FROM_BYTES = float(4 * MIB_BYTES)
 # Of what products reach, attention over latents reaches half: it is bound by FLOPs with many heads.
 _LATENT_SHARE = 0.5
 # Our Hopper forward over torch's SDPA, causal, mean of recorded/kernels/h200-attention-forward.jsonl; it
@@ -179,6 +198,7 @@ class StepTimes:
         time_s = sum(
             one.count * self._stream_s(_moved(one, tokens), one.kind) for one in work.streams
         )
+        time_s += _SORT_S * sum(one.count for one in work.streams if one.name == SORTS)
         time_s += STEP_KERNELS * self._stream_s(tokens * self.part.hidden_size * few)
         time_s += self._stream_s(logit_rows * self.part.vocab_size * few)
         small = StepPart(
@@ -244,9 +264,20 @@ class StepTimes:
         return (_POWER_FACTOR if computed_s > full_s else 1.0) * taken_s
 
     def _stream_s(self, size_bytes: float, kind: int = COPY) -> float:
-        """A kernel that moves so many bytes, and what passes before it."""
-        taken_s = self.rates.stream_s(kind, np.float64(max(size_bytes, 1.0)))
-        return float(taken_s) + _BETWEEN_KERNELS_S
+        """A kernel that moves so many bytes, and what passes before it.
+
+        Kinds were measured from 4 MiB on; what one takes beyond a copy there shrinks with its bytes.
+        """
+        taken_s = self._curve_s(COPY, size_bytes)
+        if kind != COPY and size_bytes >= _KINDS_FROM_BYTES:
+            taken_s = self._curve_s(kind, size_bytes)
+        elif kind != COPY:
+            more_s = self._curve_s(kind, _KINDS_FROM_BYTES) - self._curve_s(COPY, _KINDS_FROM_BYTES)
+            taken_s += max(0.0, more_s) * size_bytes / _KINDS_FROM_BYTES
+        return taken_s + _BETWEEN_KERNELS_S
+
+    def _curve_s(self, kind: int, size_bytes: float) -> float:
+        return float(self.rates.stream_s(kind, np.float64(max(size_bytes, 1.0))))
 
     def _decode_attention(self, batch: int, total_context_tokens: int) -> StepPart:
         """One query of each sequence over its cache; the new tokens are written, too."""

@@ -21,6 +21,8 @@ from planner.speed.stream_kinds import stream_number
 from planner.workload import Precision, TrainingWorkload, WeightsDtype
 
 COPY = stream_number("copy", "bf16")
+# The name of those small kernels that sort or choose the largest, which pass over their values more than once.
+SORTS = "sorts"
 _PLAIN_BYTES = {WeightsDtype.BF16: 2, WeightsDtype.FP16: 2, WeightsDtype.FP32: 4}
 # A grouped product has a second kernel, which prepares it.
 _GROUPED_KERNELS = 2
@@ -220,7 +222,7 @@ def _routing(part: ModelSpec, routed: int) -> Iterator[Stream]:
         moved *= float(monomial_values(part, (symbols,), 1.0, 1.0)[0])
         is_fixed = "seq" not in names
         yield Stream(
-            name="routing",
+            name=SORTS if kind == "sort" else "routing",
             count=routed * count,
             token_bytes=0.0 if is_fixed else moved,
             fixed_bytes=moved if is_fixed else 0.0,

@@ -1,0 +1,226 @@
+"""What decode and serve runs are predicted to take and to hold, and beside that what they measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from planner.attached import match_preset
+from planner.comparison import Comparison
+from planner.decode_run import CacheDtype, CacheKind, DecodeRun, WeightDtype, parse_decode
+from planner.hardware import Gpu, resolve_gpu
+from planner.model import ModelSpec
+from planner.records import Kind, RecordedRow
+from planner.serve_run import ServeRun, parse_serve
+from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, ServedModel, StepTimes
+from planner.units import MIB_BYTES
+from planner.workload import KvDtype, WeightsDtype
+
+# A prefill runs as many rows at once as have so many tokens together; the first steps are not timed
+# (`runners/jobs/decode.py`).
+PREFILL_TOKENS, WARMUP_STEPS = 32_768, 3
+# cuBLAS keeps a workspace for each stream; a graph is captured on one and warmed up on another.
+WORKSPACE_BYTES = 32 * MIB_BYTES
+_SCALE_BYTES = 4
+_ELEMENT_BYTES = {WeightDtype.BF16: 2, WeightDtype.FP16: 2, WeightDtype.FP32: 4}
+_KV_DTYPES = {
+    CacheDtype.FP8: KvDtype.FP8,
+    CacheDtype.INT8: KvDtype.INT8,
+}
+# Hidden states alive where a layer is widest: the model's input, the layer's, the residual, what the
+# MLP or the experts read and what they return.
+_HIDDEN_STATES = 5
+# Tensors of the width hidden x experts per token at the peak of a mixture: gathered rows, the experts'
+# results, these weighted, and put back in order.
+_ROUTED_STATES = 4
+
+
+def served_model(
+    run: DecodeRun | ServeRun, spec: ModelSpec, gpu: Gpu, *, joins_qkv: bool = True
+) -> ServedModel:
+    """Return what a run serves, as `StepTimes` takes it."""
+    own = KvDtype(str(run.dtype))
+    return ServedModel(
+        spec=spec,
+        gpu=gpu,
+        weights_dtype=WeightsDtype(str(run.dtype)),
+        kv_dtype=_KV_DTYPES.get(run.cache_dtype, own),
+        token_scales=True,
+        expands_latents=True,
+        graphs=run.graphs,
+        joins_qkv=joins_qkv,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePrediction:
+    """What a decode run is predicted to take; the peaks are of allocated bytes."""
+
+    prefill_time_s: float
+    decode_time_s: float
+    weights_bytes: int
+    cache_bytes: int
+    prefill_peak_allocated_bytes: int
+    decode_peak_allocated_bytes: int
+
+
+def predict_decode(
+    run: DecodeRun, spec: ModelSpec, gpu: Gpu, *, joins_qkv: bool = True
+) -> DecodePrediction:
+    """Return the times of a run's prefill and of a step half way through its timed ones, and its bytes.
+
+    `joins_qkv` is whether query, key and value were one product, as they are today.
+    """
+    times = StepTimes(served_model(run, spec, gpu, joins_qkv=joins_qkv))
+    weights, cache = weights_bytes(spec, run.dtype), decode_cache_bytes(run, spec)
+    rows = min(run.batch, max(1, PREFILL_TOKENS // run.context))
+    middle = run.context + 1 + (WARMUP_STEPS + run.new_tokens - 1) // 2
+    prefilling = forward_bytes(spec, run, rows * run.context) + WORKSPACE_BYTES
+    decoding = forward_bytes(spec, run, run.batch) + graphs_bytes(1)
+    decoding += run.batch * spec.vocab_size * _ELEMENT_BYTES[run.dtype]
+    return DecodePrediction(
+        prefill_time_s=_prefill_s(times, run, rows),
+        decode_time_s=times.decode_s(run.batch, run.batch * middle),
+        weights_bytes=weights,
+        cache_bytes=cache,
+        prefill_peak_allocated_bytes=weights + cache + prefilling,
+        decode_peak_allocated_bytes=weights + cache + decoding,
+    )
+
+
+def _prefill_s(times: StepTimes, run: DecodeRun, rows: int) -> float:
+    whole, rest = divmod(run.batch, rows)
+    total_s = whole * times.prefill_s(run.context, 0, rows)
+    return total_s + (times.prefill_s(run.context, 0, rest) if rest else 0.0)
+
+
+def weights_bytes(spec: ModelSpec, dtype: WeightDtype) -> int:
+    """Return the bytes of all parameters of a run's model."""
+    return spec.parameters * _ELEMENT_BYTES[dtype]
+
+
+def decode_cache_bytes(run: DecodeRun, spec: ModelSpec) -> int:
+    """Return the bytes of a decode run's cache: room for all rows at their end."""
+    tokens = run.batch * run.capacity
+    if run.cache is CacheKind.PAGED:
+        tokens = run.batch * ceil(run.capacity / run.page_size) * run.page_size
+    return tokens * spec.num_layers * _token_bytes(run, spec)
+
+
+def _token_bytes(run: DecodeRun | ServeRun, spec: ModelSpec) -> int:
+    """Bytes of a token in a layer of our caches: latents expanded, values as wide as keys."""
+    vectors = 2 * (spec.num_heads if spec.latent else spec.num_kv_heads)
+    if run.cache_dtype is CacheDtype.MODEL:
+        return vectors * spec.head_dim * _ELEMENT_BYTES[run.dtype]
+    return vectors * (spec.head_dim + _SCALE_BYTES)
+
+
+def forward_bytes(spec: ModelSpec, run: DecodeRun | ServeRun, tokens: int) -> int:
+    """Return what a forward of so many tokens holds at its widest: a layer's MLP or experts.
+
+    Hidden states, with gate and up joined and their product, or a mixture's gathered and returned rows.
+    DeepSeek weights them in fp32, so these two count twice.
+    """
+    routed = spec.experts_per_token * spec.hidden_size
+    wide = _ROUTED_STATES * routed + (2 * routed if spec.latent else 0)
+    if not spec.num_expert_layers:
+        wide = spec.mlp_products * spec.intermediate_size
+    width = _HIDDEN_STATES * spec.hidden_size + wide
+    return tokens * width * _ELEMENT_BYTES[run.dtype]
+
+
+def graphs_bytes(graphs: int) -> int:
+    """Return the workspaces of a decoder with so many CUDA graphs, that of its prefill among them.
+
+    Two for each graph, as four served rows of recorded/h200-decode.jsonl hold; three with one.
+    """
+    return max(3, 2 * graphs) * WORKSPACE_BYTES
+
+
+def serve_peak_bytes(run: ServeRun, spec: ModelSpec) -> int:
+    """Return the most bytes that serving a trace allocates: weights, pages, a chunk and the graphs.
+
+    Steps are captured at every power of two of rows, and at all of them.
+    """
+    widths = {min(run.rows, 1 << (rows - 1).bit_length()) for rows in range(1, run.rows + 1)}
+    element_bytes = _ELEMENT_BYTES[run.dtype]
+    longest = max(one.prompt_tokens for one in run.trace)
+    held = weights_bytes(spec, run.dtype)
+    held += run.pages * run.page_size * spec.num_layers * _token_bytes(run, spec)
+    held += forward_bytes(spec, run, min(run.chunk_tokens, longest))
+    if not run.graphs:
+        return held + WORKSPACE_BYTES
+    return held + graphs_bytes(len(widths)) + sum(widths) * spec.vocab_size * element_bytes
+
+
+def compare_served(row: RecordedRow) -> list[Comparison]:
+    """Pair what a decode or serve row measured with today's prediction; none without a GPU of ours.
+
+    A time that a constant was fitted to is left out.
+    """
+    gpu = _gpu_of(row.environment)
+    if gpu is None:
+        return []
+    if row.kind is Kind.SERVE:
+        served, spec = parse_serve(row.spec["serve"])
+        return _comparisons(
+            [("serve_allocated", serve_peak_bytes(served, spec), "allocated_bytes")], row.measured
+        )
+    run, spec = parse_decode(row.spec["decode"])
+    joins = "joined_qkv" in (row.measured.get("fused") or {})
+    found = predict_decode(run, spec, gpu, joins_qkv=joins)
+    pairs: list[tuple[str, float, str]] = [
+        ("decode_weights", found.weights_bytes, "weights_bytes"),
+        ("decode_cache", found.cache_bytes, "cache_bytes"),
+        (
+            "prefill_allocated",
+            found.prefill_peak_allocated_bytes,
+            "prefill_peak_allocated_bytes",
+        ),
+        ("decode_allocated", found.decode_peak_allocated_bytes, "decode_peak_allocated_bytes"),
+        *_time_pairs(row.id, found),
+    ]
+    return _comparisons(pairs, row.measured)
+
+
+def _time_pairs(row_id: str, found: DecodePrediction) -> list[tuple[str, float, str]]:
+    pairs = []
+    if row_id not in PREFILL_ROWS:
+        pairs.append(("prefill_time", found.prefill_time_s, "prefill_time_s"))
+    if row_id not in DECODE_ROWS:
+        pairs.append(("decode_time", found.decode_time_s, "decode_time_s"))
+    return pairs
+
+
+def _comparisons(
+    pairs: Iterable[tuple[str, float, str]], measured: Mapping[str, Any]
+) -> list[Comparison]:
+    return [
+        Comparison(quantity=name, predicted=float(ours), measured=float(measured[field]))
+        for name, ours, field in pairs
+        if measured.get(field)
+    ]
+
+
+def _gpu_of(environment: Mapping[str, Any]) -> Gpu | None:
+    """The preset of the GPU that a row was measured on."""
+    gpu = environment.get("gpu")
+    if not isinstance(gpu, Mapping):
+        return None
+    found = match_preset(str(gpu.get("name")), int(gpu.get("total_bytes") or 0))
+    return None if found is None else resolve_gpu(found)
+
+
+def served_traits(row: RecordedRow) -> dict[str, str]:
+    """Return what a decode or serve row is grouped by."""
+    given = row.spec.get("decode") or row.spec.get("serve") or {}
+    run, spec = (parse_decode if row.kind is Kind.DECODE else parse_serve)(given)
+    return {
+        "job": row.kind.value,
+        "architecture": spec.family,
+        "cache": str(run.cache) if isinstance(run, DecodeRun) else "paged",
+        "cache dtype": str(run.cache_dtype),
+        "batch": str(run.batch) if isinstance(run, DecodeRun) else "served",
+    }
