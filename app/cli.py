@@ -11,6 +11,7 @@ from app.commands import (
     attention,
     calibrate,
     claims,
+    compare,
     decode,
     doctor,
     import_rows,
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command("plan")(plan.plan_command)
 app.command("sweep")(sweep.sweep_command)
 app.command("trace")(trace.trace_command)
+app.command("compare")(compare.compare_command)
 app.command("prove")(prove.prove_command)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("attention")(attention.attention_command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
+from app.components.compare_tray import show_compare_button
 from app.components.header import show_header
 from app.components.link import link_once, tell_refused
 from app.components.problems import told_in_one_sentence
@@ -31,6 +32,12 @@ page = st.navigation(
                 title="Ledger",
                 icon=":material/view_quilt:",
                 help="Which tensor is that, why is this the peak, and when in the step?",
+            ),
+            st.Page(
+                "app_pages/compare.py",
+                title="Compare",
+                icon=":material/compare_arrows:",
+                help="What is the difference between these plans, and what causes it?",
             ),
         ],
         "Understand": [
@@ -90,6 +97,6 @@ notices = st.container()
 with told_in_one_sentence():
     page.run()
 with header, told_in_one_sentence():
-    show_header(page.title)
+    show_header(page.title, show_compare_button)
 with notices:
     tell_refused(link)

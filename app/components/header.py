@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import streamlit as st
@@ -13,7 +13,7 @@ from app.plan_words import checkpointing_words, split_words, variant_words
 # These pages begin with a headline of their own.
 UNTITLED_PAGES = ("Plan", "Run")
 # These carry the plan in their own address.
-PLAN_PAGES = ("Ledger", "ZeRO", "Attention", "Claims")
+PLAN_PAGES = ("Ledger", "Compare", "ZeRO", "Attention", "Claims")
 
 
 def current_values() -> dict[str, Any]:
@@ -81,8 +81,11 @@ def _hardware(values: Mapping[str, Any]) -> str:
     return "custom GPU" if gpu == state.CUSTOM_GPU else gpu
 
 
-def show_header(page_title: str) -> None:
-    """Draw the header of a page: its title, the plan and the way to its form, the unit switch."""
+def show_header(page_title: str, show_beside: Callable[[str], None]) -> None:
+    """Draw the header of a page: its title, the plan and the way to its form, the unit switch.
+
+    `show_beside` draws what else belongs beside the plan, given the title.
+    """
     if page_title not in UNTITLED_PAGES:
         st.markdown(f"## {page_title}")
     with st.container(horizontal=True, vertical_alignment="center", key="header"):
@@ -97,6 +100,7 @@ def show_header(page_title: str) -> None:
                 # A page that was opened by a link has the plan in its own address only.
                 query_params=st.query_params.to_dict() if page_title in PLAN_PAGES else None,
             )
+        show_beside(page_title)
         st.segmented_control(
             "Unit of sizes",
             ("GiB", "GB"),

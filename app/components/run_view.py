@@ -13,6 +13,7 @@ from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
 from app.components.attention_result import show_attention_result
 from app.components.calibration_view import show_calibration
+from app.components.compare_tray import add_plan
 from app.components.comparison import comparison_rows, phase_rows
 from app.components.decode_view import show_decode
 from app.components.figure import metric_row, show_figure
@@ -294,6 +295,14 @@ def _show_documents(run: Mapping[str, Any]) -> None:
     if run["environment"]:
         with st.expander("Environment", icon=":material/developer_board:"):
             st.dataframe(
+        st.button(
+            "Add its plan to Compare",
+            icon=":material/add:",
+            key="compare_add_run",
+            type="tertiary",
+            on_click=add_plan,
+            args=(run["plan"],),
+        )
                 [{"what": key, "value": _flat(v)} for key, v in sorted(run["environment"].items())],
                 hide_index=True,
                 alt="Environment of the run",

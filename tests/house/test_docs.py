@@ -16,6 +16,7 @@ from runners.contract import JobKind, Outcome, World
 COMMANDS = {
     "plan",
     "sweep",
+    "compare",
     "trace",
     "prove",
     "calibrate",
