@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.calibration import sheet_of
-from planner.decode_run import AttentionBackend, CacheDtype
+from planner.decode_run import AttentionBackend
 from planner.errors import PlanError
 from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import ServeRun, parse_serve
-from planner.serving.times import ServedModel, StepTimes
+from planner.serving.runs import served_model
+from planner.serving.times import StepTimes
 from planner.simulation.continuous import simulate
 from planner.simulation.server import MAX_REQUESTS, MAX_STEPS, server_of
 from planner.simulation.static import simulate_static
 from planner.simulation.steps import RememberedSteps
 from planner.simulation.tally import Simulation
 from planner.units import format_seconds
-from planner.workload import KvDtype, WeightsDtype
 
 COMPARED = {"ttft_s": "time to first token", "tpot_s": "time per token", "e2e_s": "end to end"}
 PREDICTED_PERCENTILES = ("p50", "p90", "p99")
@@ -36,20 +36,6 @@ class SimulatedRun:
     continuous: Simulation
     static: Simulation
     source: str
-
-
-def served_model(run: ServeRun, model: ModelSpec, gpu: Gpu) -> ServedModel:
-    """Return the model as a run serves it: scales for each token, latents expanded, graphs as asked."""
-    own = KvDtype(str(run.dtype)) if run.cache_dtype is CacheDtype.MODEL else None
-    return ServedModel(
-        spec=model,
-        gpu=gpu,
-        weights_dtype=WeightsDtype(str(run.dtype)),
-        kv_dtype=own or KvDtype(str(run.cache_dtype)),
-        token_scales=True,
-        expands_latents=True,
-        graphs=run.graphs,
-    )
 
 
 def simulate_run(

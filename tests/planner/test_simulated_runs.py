@@ -11,12 +11,12 @@ from planner.errors import PlanError
 from planner.hardware import resolve_gpu
 from planner.records import Kind, read_file
 from planner.serve_run import parse_serve
+from planner.serving.runs import served_model
 from planner.serving.times import StepTimes
 from planner.simulation.continuous import simulate
 from planner.simulation.runs import (
     compare_latency,
     compared_cells,
-    served_model,
     simulate_asked,
     simulate_run,
     simulated_row,
@@ -24,7 +24,6 @@ from planner.simulation.runs import (
 )
 from planner.simulation.server import server_of
 from planner.simulation.steps import RememberedSteps
-from planner.workload import KvDtype
 
 H200 = resolve_gpu("h200")
 RECORDED = Path(__file__).resolve().parents[2] / "recorded" / "h200-decode.jsonl"
@@ -42,16 +41,6 @@ def test_remembered_steps_differ_from_asking_each_time_by_less_than_a_thousandth
     assert found[1].duration_s == pytest.approx(found[0].duration_s, rel=1e-3)
     for name, percentiles in found[0].latency.items():
         assert found[1].latency[name] == pytest.approx(percentiles, rel=1e-3)
-
-
-def test_a_run_is_served_with_the_cache_it_asks_for() -> None:
-    """fp8 has a scale for each token and head in our cache; `model` is as the weights."""
-    run, model = parse_serve({**ASKED, "cache_dtype": "fp8", "dtype": "fp16"})
-    served = served_model(run, model, H200)
-    assert (served.kv_dtype, served.weights_dtype.value) == (KvDtype.FP8, "fp16")
-    assert served.token_scales and served.expands_latents
-    own, _ = parse_serve({**ASKED, "dtype": "fp16"})
-    assert served_model(own, model, H200).kv_dtype is KvDtype.FP16
 
 
 def test_percentiles_stand_beside_measured_ones_with_signed_errors() -> None:
