@@ -236,6 +236,27 @@ def _fetched(spec: ModelSpec, recomputes: bool) -> tuple[Counter[int], int]:
     return sizes, fetches.calls
 
 
+class Stage3Parameters(NamedTuple):
+    """Parameter tensors that DeepSpeed's stage 3 handles in a micro-batch.
+
+    `forward` of its `fetched` ones are fetched in the forward; `kept` are whole on every rank.
+    """
+
+    forward: int
+    fetched: int
+    kept: int
+    every: int
+
+
+@lru_cache(maxsize=64)
+def stage3_parameters(spec: ModelSpec, recomputes: bool) -> Stage3Parameters:
+    """Return how many parameter tensors DeepSpeed's stage 3 fetches, keeps and has."""
+    sizes = [tensor.numel for _, tensor in model_order(spec, 2)]
+    kept = sum(numel <= PERSISTENT_NUMEL for numel in sizes)
+    fetched = _fetched(spec, recomputes)[0].total()
+    return Stage3Parameters(min(fetched, len(sizes) - kept), fetched, kept, len(sizes))
+
+
 _PAYLOADS: Mapping[Engine, Callable[..., list[Payload]]] = {
     Engine.PEAKMARK: _peakmark,
     Engine.FSDP2: _fsdp2,

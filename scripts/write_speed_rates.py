@@ -33,6 +33,16 @@ PACE_ROWS = (
     *("23743b6561a51a21", "243818af370d88bf", "2528cdcf83b22c6c", "27b3a52f998dfa90"),
     *("2955c424a4741195", "2b4225a8890289fe", "3aae6610b8b5813c", "3f48ecd893adbcf2"),
 )
+# Seconds per layer of an idle host's optimizer step that updates FSDP2's parameters one by one: a dozen
+# operations on each DTensor, by row 1d7df19858e31938 (24 layers of GPT-2) over the pace.
+LOOP_OF_DTENSORS_S = 2.74e-3
+# DeepSpeed's stage 3 on an idle host, per parameter that it handles and per operation on one rank's piece:
+# the smallest mean error over these eight rows, the first by id (`python scripts/fit_stage3.py`).
+STAGE3_S = {"parameter": 0.48e-3, "piece": 2e-6}
+STAGE3_ROWS = (
+    *("0aac5dd20c583a37", "2368eade0933aae2", "506c5531c98313ac", "52ab83ea0af81dca"),
+    *("631753e7601c468b", "6a085ca8a2927c34", "8046c100981d3d55", "9cb1a2c58ed9fae4"),
+)
 _FORWARD, _BACKWARD, _RECOMPUTE = range(3)
 
 
@@ -97,13 +107,15 @@ def host_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     extra, engine_updates = _engines(every)
     extra["checkpoint"] = _checkpoint(every)
+    extra["triton"] = _own_attention(plain)
     return {
         "kernel_s": kernel_s,
         "step_s": step_s,
         "extra_kernels": extra,
-        "update_s": updates | engine_updates,
+        "update_s": updates | engine_updates | {"fsdp2/adamw_loop": LOOP_OF_DTENSORS_S},
+        "stage3_s": STAGE3_S,
         "pace": PACE,
-        "pace_rows": PACE_ROWS,
+        "rows_used": [*PACE_ROWS, *STAGE3_ROWS],
     }
 
 
@@ -169,6 +181,17 @@ def _checkpoint(every: Sequence[Measured]) -> list[float]:
         again_s = one.seconds[1] - base.seconds[1] - one.launches[_RECOMPUTE] * forward_s
         backward.append(again_s / backward_s / one.layers)
     return [max(0.0, median(values)) for values in (forward, backward)]
+
+
+def _own_attention(plain: Sequence[Measured]) -> list[float]:
+    """What our attention adds in kernels of a layer, told by Llama's other steps in bf16."""
+    same = [one for one in plain if one.case.family == "llama" and not one.case.adapters]
+    ours = next(one for one in same if one.case.attention == "triton")
+    added = []
+    for i in (_FORWARD, _BACKWARD):
+        usual_s = median(one.seconds[i] / one.launches[i] for one in same if one is not ours)
+        added.append(max(0.0, (ours.seconds[i] / usual_s - ours.launches[i]) / ours.layers))
+    return added
 
 
 def render(paths: Iterable[Path]) -> str:

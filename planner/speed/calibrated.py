@@ -54,7 +54,7 @@ def rates_of_points(curves: Sequence[Curve], host: Mapping[str, Any], source: st
 @cache
 def rows_used() -> frozenset[str]:
     """Return the ids of recorded steps whose time set a constant: they are no evidence for times."""
-    return frozenset(shipped()["host"]["pace_rows"])
+    return frozenset(shipped()["host"]["rows_used"])
 
 
 @cache
@@ -84,6 +84,7 @@ def _scaled(rates: Rates, measured: Gpu, gpu: Gpu) -> Rates:
         peak_flop_s=compute,
         memory_bytes_s=gpu.mem_bandwidth_bytes_s,
         streams=rates.streams - np.log(memory),
+        warm_streams=rates.warm_streams - np.log(memory),
         attention={
             name: AttentionPoints(points.sizes, points.rates + np.log(faster))
             for name, points in rates.attention.items()

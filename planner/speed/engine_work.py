@@ -53,7 +53,7 @@ def trained_parameters(spec: ModelSpec, workload: TrainingWorkload, ranks: Any) 
 def _stream(rates: Rates, phase: str, name: str, kind: str, dtype: str, moved: Any, n: int) -> Part:
     """`n` kernels that move `moved` bytes together."""
     number = stream_number(kind, dtype)
-    time_s = n * rates.stream_s(number, moved / n)
+    time_s = n * (rates.warm_stream_s(number, moved / n) + rates.gap_s)
     return Part(phase, name, 0.0 * time_s, moved, float(n), time_s)
 
 

@@ -78,13 +78,13 @@ def _product_parts(products: Products, rates: Rates, sizes: Any) -> list[Part]:
     layouts = _along(products.layouts, m)
     time_s = rates.product_s(products.kind, products.dtype, layouts, batch, (m, n, k))
     moved = elements * (2 if products.dtype == "bf16" else 4)
-    return _parts(products, flops, moved, time_s)
+    return _parts(products, flops, moved, time_s + rates.gap_s)
 
 
 def _stream_parts(streams: Streams, rates: Rates, sizes: Any) -> list[Part]:
     moved = sizes[streams.sizes] * _along(streams.element_bytes, sizes)
-    time_s = rates.stream_s(_along(streams.kinds, sizes), moved)
-    return _parts(streams, None, moved, time_s)
+    time_s = rates.warm_stream_s(_along(streams.kinds, sizes), moved)
+    return _parts(streams, None, moved, time_s + rates.gap_s)
 
 
 def _parts(listed: Products | Streams, flops: Any, moved: Any, time_s: Any) -> list[Part]:
@@ -132,6 +132,7 @@ def _attention_parts(
             time_s = flops / (_FP32_ATTENTION * rates.peak_flop_s["fp32"])
         else:
             time_s = rates.attention_s(kind, b * spec.num_heads, s, head_dim, flops)
+        time_s = time_s + rates.gap_s
         width = 2 * (spec.query_size + spec.kv_size) * (2 if row == "attention_backward" else 1)
         moved = b * s * width * 2.0
         out.append(

@@ -3,6 +3,7 @@
 `peakmark calibrate` trains small models whose kernels are quicker than the host that starts them. What a
 step takes then, over its kernels, is a family's time per kernel (with the module's, autograd's and the
 allocator's work around it); what an engine or checkpointing adds is told in kernels of a plain step.
+DeepSpeed's stage 3 works in Python on every parameter it handles and, in loops, on every rank's piece.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.model import ModelSpec
-from planner.workload import Checkpointing, Parallelism, TrainingWorkload
+from planner.payloads import stage3_parameters
+from planner.workload import Checkpointing, Engine, Parallelism, TrainingWorkload
 
 PHASES = ("forward", "backward", "optimizer")
 _CHECKPOINT = "checkpoint"
-# DeepSpeed was not measured on its own: its hooks are as many as those of the engine it resembles.
-_LIKE = {
-    "deepspeed/1": "zero_redundancy/1",
-    "deepspeed/2": "zero_redundancy/1",
-    "deepspeed/3": "fsdp2/3",
-}
+# Stages 1 and 2 of DeepSpeed were not measured on their own: their hooks are as many as those of the
+# engine they resemble.
+_LIKE = {"deepspeed/1": "zero_redundancy/1", "deepspeed/2": "zero_redundancy/1"}
+# A rank's piece of a gathered parameter is narrowed, joined and noted for its stream
+# (deepspeed 0.19.8, partition_parameters.py, AllGatherCoalescedHandle.wait), one of a reduced gradient
+# sliced (coalesced_collectives.py, reduce_scatter_coalesced).
+_GATHERED_PIECE, _REDUCED_PIECE = 3, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +32,18 @@ class HostTable:
     """Measured times of one host.
 
     `kernel_s` holds seconds per kernel of the forward and backward by family, under "" the median of
-    all; `step_s` what forward and backward take besides; `extra_kernels` what "engine/stage" and "checkpoint" add to them for every layer; `update_s`
-    seconds per layer of an optimizer's step by "engine/stage" and by optimizer. All were measured on a
-    host without other work; one that trains for hours has some, and takes `pace` times as long.
+    all; `step_s` what forward and backward take besides; `extra_kernels` what "engine/stage" and
+    "checkpoint" add to them for every layer; `update_s` seconds per layer of an optimizer's step by
+    "engine/stage", by optimizer and by "engine/optimizer". All were measured on a host without other
+    work; one that trains for hours has some, and takes `pace` times as long. `stage3_s` are seconds of
+    DeepSpeed's stage 3 per "parameter" that it fetches or reduces and per operation on one rank's "piece".
     """
 
     kernel_s: Mapping[str, tuple[float, float]]
     step_s: tuple[float, float]
     extra_kernels: Mapping[str, tuple[float, float]]
     update_s: Mapping[str, float]
+    stage3_s: Mapping[str, float]
     pace: float
 
     @classmethod
@@ -50,6 +56,7 @@ class HostTable:
             **read,
             step_s=(first, second),
             update_s=dict(data["update_s"]),
+            stage3_s=dict(data["stage3_s"]),
             pace=float(data["pace"]),
         )
 
@@ -58,12 +65,12 @@ class HostTable:
 class HostTime:
     """Seconds that the host takes for the phases of one step."""
 
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
+    forward_s: Any
+    backward_s: Any
+    optimizer_s: Any
 
     @property
-    def step_s(self) -> float:
+    def step_s(self) -> Any:
         """The whole step."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
@@ -74,30 +81,67 @@ def host_time(
     workload: TrainingWorkload,
     parallelism: Parallelism,
     launches: Mapping[str, float],
+    ranks: Any = 1,
 ) -> HostTime:
     """Return the host's time for one step; `launches` counts a micro-batch's kernels by phase.
 
-    Those that are launched again for the backward cost as in the forward.
+    Those that are launched again for the backward cost as in the forward. `ranks` share the state.
     """
     forward_s, backward_s = table.kernel_s.get(spec.family) or table.kernel_s[""]
     engine = f"{parallelism.engine}/{parallelism.zero_stage}"
-    engine = _LIKE.get(engine, engine)
-    added = table.extra_kernels.get(engine, (0.0, 0.0))
+    added = table.extra_kernels.get(_LIKE.get(engine, engine), (0.0, 0.0))
     again = table.extra_kernels[_CHECKPOINT]
     layers, rounds = spec.num_layers, workload.grad_accumulation
     recomputed = 0.0
     if workload.checkpointing is not Checkpointing.NONE:
         recomputed = layers / workload.checkpoint_every
     trained = layers - workload.frozen_layers
-    in_forward = launches["forward"] + layers * added[0] + recomputed * again[0]
-    in_backward = launches["backward"] + trained * added[1] + recomputed * again[1]
-    update_s = max(
-        table.update_s.get(engine, table.update_s["peakmark/0"]),
-        table.update_s.get(str(workload.optimizer), 0.0),
-    )
-    started_s = in_backward * backward_s + launches["recompute"] * forward_s
+    own = table.extra_kernels.get(str(workload.attention), (0.0, 0.0))
+    # Selective checkpointing hands every operation to Python to choose, when it runs and when it runs
+    # again (torch.utils.checkpoint, _CachingTorchDispatchMode): as much work as to start it.
+    chosen = launches["recompute"] if workload.checkpointing is Checkpointing.SELECTIVE else 0.0
+    in_forward = launches["forward"] + layers * (added[0] + own[0]) + recomputed * again[0] + chosen
+    in_backward = launches["backward"] + trained * (added[1] + own[1]) + recomputed * again[1]
+    started_s = in_backward * backward_s + (launches["recompute"] + chosen) * forward_s
+    more = _stage3_s(table, spec, workload, parallelism, ranks)
     return HostTime(
-        forward_s=table.pace * rounds * (in_forward * forward_s + table.step_s[0]),
-        backward_s=table.pace * rounds * (started_s + table.step_s[1]),
-        optimizer_s=table.pace * trained * update_s,
+        forward_s=table.pace * (rounds * (in_forward * forward_s + table.step_s[0]) + more[0]),
+        backward_s=table.pace * (rounds * (started_s + table.step_s[1]) + more[1]),
+        optimizer_s=table.pace * (trained * _update_s(table, workload, parallelism) + more[2]),
+    )
+
+
+def _update_s(table: HostTable, workload: TrainingWorkload, parallelism: Parallelism) -> float:
+    """Seconds per layer of the optimizer's step: the engine's, or a slower one of the optimizer's own."""
+    engine = f"{parallelism.engine}/{parallelism.zero_stage}"
+    own = table.update_s.get(_LIKE.get(engine, engine), table.update_s["peakmark/0"])
+    together = f"{parallelism.engine}/{workload.optimizer}"
+    return max(
+        own, table.update_s.get(str(workload.optimizer), 0.0), table.update_s.get(together, 0.0)
+    )
+
+
+def _stage3_s(
+    table: HostTable,
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    ranks: Any,
+) -> tuple[Any, Any, Any]:
+    """What DeepSpeed's stage 3 adds to forward, backward and optimizer.
+
+    It fetches and reduces every micro-batch, and gathers what it keeps whole after the step.
+    """
+    if parallelism.engine is not Engine.DEEPSPEED or parallelism.zero_stage < 3:
+        return 0.0, 0.0, 0.0
+    recomputes = workload.checkpointing is Checkpointing.FULL
+    counted, rounds = stage3_parameters(spec, recomputes), workload.grad_accumulation
+    again = counted.fetched - counted.forward
+    parameter_s, piece_s = table.stage3_s["parameter"], table.stage3_s["piece"] * ranks
+    gathered_s = parameter_s + _GATHERED_PIECE * piece_s
+    reduced_s = parameter_s + _REDUCED_PIECE * piece_s
+    return (
+        rounds * counted.forward * gathered_s,
+        rounds * (again * gathered_s + counted.every * reduced_s),
+        counted.kept * _GATHERED_PIECE * piece_s,
     )

@@ -113,8 +113,8 @@ def list_key(spec: ModelSpec, workload: TrainingWorkload) -> str:
     adapters = f"/lora_{workload.lora_targets}" if workload.lora_rank else ""
     direct = "_direct" if spec.family == "deepseek_v2" else ""
     fused = [str(workload.attention), "sdpa", "eager"]
-    for attention in fused:
-        for tail in (adapters, ""):
+    for tail in dict.fromkeys((adapters, "")):
+        for attention in fused:
             key = f"{spec.family}/{attention}{direct}/{compute}{tail}"
             if key in known:
                 return key

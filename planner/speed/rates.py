@@ -51,14 +51,19 @@ class AttentionPoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one kind of GPU takes for an operation; `source` says where its numbers are from."""
+    """What one kind of GPU takes for an operation; `source` says where its numbers are from.
+
+    `gap_s` passes from one kernel to the next: what two events without work take between them.
+    """
 
     source: str
     peak_flop_s: Mapping[str, float] = field(hash=False)
     memory_bytes_s: float
     multiprocessors: int
+    gap_s: float
     products: Mapping[tuple[str, str], ProductPoints] = field(hash=False)
     streams: Floats = field(hash=False, repr=False)
+    warm_streams: Floats = field(hash=False, repr=False)
     attention: Mapping[str, AttentionPoints] = field(hash=False)
     collectives: Mapping[str, tuple[Floats, Floats]] = field(hash=False)
     network_share: float
@@ -91,11 +96,18 @@ class Rates:
         return _SMALLEST_KERNEL_S + np.hypot(computed_s, moved_s)
 
     def stream_s(self, kinds: Any, size_bytes: Any) -> Any:
-        """Return the times of operations bound by memory, by the numbers of their kinds."""
-        place = (np.log2(np.maximum(size_bytes, 256.0)) - _FIRST_LOG2) * _STEPS_PER_LOG2
-        column = np.minimum(place.astype(np.int64), _COLUMNS - 2)
-        low = self.streams[kinds, column]
-        return np.exp(low + (self.streams[kinds, column + 1] - low) * (place - column))
+        """Return the times of operations bound by memory, by the numbers of their kinds.
+
+        Some operands lie in the cache and some do not: the mean of both where both were measured.
+        """
+        return _along_curves(self.streams, kinds, size_bytes)
+
+    def warm_stream_s(self, kinds: Any, size_bytes: Any) -> Any:
+        """Return the same where the operation before has just left its results in the cache.
+
+        So it is in a training step, as far as they fit.
+        """
+        return _along_curves(self.warm_streams, kinds, size_bytes)
 
     def attention_s(self, kind: str, rows: Any, length: Any, head_dim: float, flops: Any) -> Any:
         """Return the time of fused attention of `rows` x `length` queries and that many FLOPs.
@@ -130,6 +142,13 @@ class Rates:
         return self.stream_s(stream_number("unary", "fp32"), moved * size_bytes)
 
 
+def _along_curves(table: Floats, kinds: Any, size_bytes: Any) -> Any:
+    place = (np.log2(np.maximum(size_bytes, 256.0)) - _FIRST_LOG2) * _STEPS_PER_LOG2
+    column = np.minimum(place.astype(np.int64), _COLUMNS - 2)
+    low = table[kinds, column]
+    return np.exp(low + (table[kinds, column + 1] - low) * (place - column))
+
+
 def _near_mean(points: ProductPoints, sizes: Any, layouts: Any) -> Any:
     """Mean over all points, by the fourth power of distance in the log2 of the sizes."""
     distance = np.square(sizes[..., None, :] - points.sizes).sum(-1) + _NEAR_DISTANCE
@@ -161,8 +180,10 @@ def rates_from_curves(
         peak_flop_s=peak_flop_s,
         memory_bytes_s=memory_bytes_s,
         multiprocessors=multiprocessors,
+        gap_s=idle_s,
         products={},
-        streams=_stream_table(curves, idle_s),
+        streams=_stream_table(curves, idle_s, prefers_warm=False),
+        warm_streams=_stream_table(curves, idle_s, prefers_warm=True),
         attention=_attention_points(curves, idle_s),
         collectives=_collective_points(curves),
         network_share=network_share,
@@ -237,14 +258,13 @@ def _sizes(kind: str, curve: Curve) -> tuple[float, float, float]:
     return (m / curve.shape[3] if kind == "grouped" else m, n, k)
 
 
-def _stream_table(curves: Iterable[Curve], idle_s: float) -> Floats:
+def _stream_table(curves: Iterable[Curve], idle_s: float, *, prefers_warm: bool) -> Floats:
     """Log times by kind and size: interpolated, and beyond the points by their last rate.
 
-    In a step some operands lie in the cache, where the operation before left them, and some do not:
-    where a kind was measured with a warm cache too, the mean of both counts.
+    Where a kind was measured with an empty and a warm cache, the mean of both or the warm one counts.
     """
     found: dict[tuple[str, str], dict[float, list[float]]] = {}
-    for curve in _merged(curves):
+    for curve in sorted(_merged(curves), key=lambda curve: curve.operation.endswith("_warm")):
         time_s = max(curve.time_s - idle_s, _SMALLEST_KERNEL_S)
         key = (curve.operation.removeprefix("kind_").removesuffix("_warm"), curve.dtype)
         found.setdefault(key, {}).setdefault(float(curve.bytes), []).append(time_s)
@@ -253,7 +273,8 @@ def _stream_table(curves: Iterable[Curve], idle_s: float) -> Floats:
     for kind in STREAM_KINDS:
         points = next(found[key] for key in stand_ins(*kind) if key in found)
         at = np.array(sorted(points))
-        times = np.array([np.mean(points[size]) for size in sorted(points)])
+        kept = slice(-1, None) if prefers_warm else slice(None)
+        times = np.array([np.mean(points[size][kept]) for size in sorted(points)])
         row = np.interp(np.log(sizes), np.log(at), np.log(times))
         rows.append(row + np.maximum(0.0, np.log(sizes / at[-1])))
     return np.array(rows)

@@ -1,8 +1,9 @@
 """One training step on one GPU: what the GPU, the host and the links take, and what of it is seen.
 
 The GPU runs its kernels one after another while the host starts later ones, so that a step takes the
-longer of both. Collectives run beside the computation: seen of them is what is longer than that, what
-their kernels take from it, and the last one of a phase, which nothing is left to hide.
+longer of both; where the host waits for the gradients before the update, each part of it does.
+Collectives run beside the computation: seen of them is what is longer than that, what their kernels
+take from it, and the last one of a phase, which nothing is left to hide.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from planner.speed.gpu_time import Part, micro_batch_parts
 from planner.speed.host import HostTime, host_time
 from planner.speed.rates import Rates
 from planner.speed.traced import traced_parts
-from planner.workload import Engine, Parallelism, TrainingWorkload
+from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
 
 PHASES = ("forward", "backward", "optimizer")
 # NCCL's kernels take multiprocessors from what computes beside them: 24 channels of an H200's 132.
@@ -47,13 +48,17 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The times of a step; `gpu_s` and `host_s` hold the phases', `exposed_s` is part of `gpu_s`."""
+    """The times of a step; `gpu_s` and `host_s` hold the phases', `exposed_s` is part of `gpu_s`.
+
+    `runs` are the phases between which the host waits for nothing.
+    """
 
     gpu_s: Mapping[str, Any]
     host_s: Mapping[str, Any]
     exposed_s: Mapping[str, Any]
     parts: tuple[Part, ...]
     sent: tuple[Sent, ...]
+    runs: tuple[tuple[str, ...], ...] = (PHASES,)
 
     @property
     def gpu_step_s(self) -> Any:
@@ -67,12 +72,17 @@ class Step:
 
     @property
     def step_time_s(self) -> Any:
-        """The longer of both."""
-        return np.maximum(self.gpu_step_s, self.host_step_s)
+        """The longer of both, run by run."""
+        return sum(np.maximum(*self._run_s(run)) for run in self.runs)
 
     def phase_s(self, name: str) -> Any:
-        """The time of a phase: the host's where the step waits for it, else the GPU's."""
-        return np.where(self.host_step_s > self.gpu_step_s, self.host_s[name], self.gpu_s[name])
+        """The time of a phase: the host's where its run waits for it, else the GPU's."""
+        gpu_s, host_s = self._run_s(next(run for run in self.runs if name in run))
+        return np.where(host_s > gpu_s, self.host_s[name], self.gpu_s[name])
+
+    def _run_s(self, run: tuple[str, ...]) -> tuple[Any, Any]:
+        """What the GPU and what the host take for some phases together."""
+        return sum(self.gpu_s[name] for name in run), sum(self.host_s[name] for name in run)
 
 
 def training_step(
@@ -111,14 +121,26 @@ def training_step(
         name: sum(part.launches for part in parts if part.phase == name)
         for name in ("forward", "backward", "recompute")
     }
-    started = host_time(rates.host, spec, workload, parallelism, launches)
+    started = host_time(rates.host, spec, workload, parallelism, launches, sharers)
     return Step(
         gpu_s={name: busy_s[name] + exposed_s[name] for name in PHASES},
         host_s=_by_phase(started),
         exposed_s=exposed_s,
         parts=tuple(every),
         sent=tuple(sent),
+        runs=_runs(workload, engine),
     )
+
+
+def _runs(workload: TrainingWorkload, engine: Engine) -> tuple[tuple[str, ...], ...]:
+    """The phases between which the host waits for nothing.
+
+    DeepSpeed reads the gradients' norm before its update (0.19.8, scaled_global_norm), and
+    Adafactor the norm of every parameter (torch.optim._adafactor).
+    """
+    if engine is Engine.DEEPSPEED or workload.optimizer is Optimizer.ADAFACTOR:
+        return PHASES[:2], PHASES[2:]
+    return (PHASES,)
 
 
 def micro_batch(

@@ -25,7 +25,7 @@ def traced_parts(
     dtype = "fp32" if workload.precision is Precision.FP32 else "bf16"
     product_s = rates.product_s("mm", dtype, layout_number("nt"), 1.0, (_SQUARE,) * 3)
     flop_s = 2 * _SQUARE**3 / float(product_s)
-    moved_s = float(rates.stream_s(stream_number("binary", dtype), _TENSOR_BYTES))
+    moved_s = float(rates.warm_stream_s(stream_number("binary", dtype), _TENSOR_BYTES))
     attention_s = rates.attention_s("attention_forward_sdpa", 128.0, _LENGTH, _HEAD_DIM, 1e12)
     parts = []
     for name, flops, moved in step_costs(spec, workload, b, s):

@@ -17,6 +17,7 @@ HOST = HostTable(
     step_s=(0.0, 0.0),
     extra_kernels={"checkpoint": (0.0, 0.0)},
     update_s={"peakmark/0": 0.0},
+    stage3_s={"parameter": 0.0, "piece": 0.0},
     pace=1.0,
 )
 
@@ -89,12 +90,21 @@ def test_streams_go_along_their_curve_and_on_at_its_last_rate() -> None:
     assert found.stream_s(stream_number("gelu", "fp32"), 2.0**21) == pytest.approx(2e-5)
 
 
-def test_a_warm_and_an_empty_cache_count_alike() -> None:
+def test_a_warm_and_an_empty_cache_count_alike_but_in_a_step() -> None:
     found = rates(
-        curve("kind_tanh", (1,), 11e-6, bytes=2**20),
         curve("kind_tanh_warm", (1,), 7e-6, bytes=2**20),
+        curve("kind_tanh", (1,), 11e-6, bytes=2**20),
+        curve("kind_tanh", (2,), 41e-6, bytes=2**22),
     )
-    assert found.stream_s(stream_number("tanh", "bf16"), 2.0**20) == pytest.approx(8e-6)
+    number = stream_number("tanh", "bf16")
+    assert found.stream_s(number, 2.0**20) == pytest.approx(8e-6)
+    assert found.warm_stream_s(number, 2.0**20) == pytest.approx(6e-6)
+    # What is too large for the cache was measured with an empty one alone.
+    assert found.warm_stream_s(number, 2.0**22) == pytest.approx(40e-6)
+
+
+def test_from_one_kernel_to_the_next_passes_what_passes_between_two_events() -> None:
+    assert rates().gap_s == 1e-6
 
 
 def test_attention_fills_whole_waves() -> None:

@@ -11,6 +11,7 @@ import pytest
 from planner.hardware import resolve_gpu
 from planner.memory.kinds import layer_kinds
 from planner.model import ModelSpec
+from planner.payloads import stage3_parameters
 from planner.presets import resolve_model
 from planner.speed.calibrated import rates_of, rows_used
 from planner.speed.engine_work import (
@@ -21,12 +22,14 @@ from planner.speed.engine_work import (
 )
 from planner.speed.gpu_time import Part, micro_batch_parts
 from planner.speed.host import HostTable, host_time
-from planner.speed.operation_lists import operation_list
-from planner.speed.step import _exposed_s, training_step
+from planner.speed.operation_lists import list_key, operation_list
+from planner.speed.step import Step, _exposed_s, training_step
 from planner.workload import (
     Attention,
     Checkpointing,
     Engine,
+    LoraTargets,
+    Optimizer,
     Parallelism,
     Precision,
     TrainingWorkload,
@@ -155,6 +158,7 @@ def test_the_host_takes_its_time_for_every_kernel_and_what_an_engine_adds() -> N
         step_s=(1e-3, 2e-3),
         extra_kernels={"fsdp2/3": (10.0, 20.0), "checkpoint": (5.0, 7.0)},
         update_s={"peakmark/0": 1e-4, "fsdp2/3": 3e-4, "muon": 1.0},
+        stage3_s={"parameter": 9.0, "piece": 9.0},
         pace=2.0,
     )
     launches = {"forward": 1000.0, "backward": 2000.0, "recompute": 900.0}
@@ -166,6 +170,72 @@ def test_the_host_takes_its_time_for_every_kernel_and_what_an_engine_adds() -> N
     again = 900 * 2e-5
     assert found.backward_s == pytest.approx(2 * 3 * ((2000 + 32 * (20 + 7)) * 1e-5 + again + 2e-3))
     assert found.optimizer_s == pytest.approx(2 * 32 * 3e-4)
+
+
+SPARE = HostTable(
+    kernel_s={"": (1e-5, 2e-5)},
+    step_s=(0.0, 0.0),
+    extra_kernels={"checkpoint": (0.0, 0.0), "triton": (4.0, 6.0)},
+    update_s={"peakmark/0": 1e-4, "fsdp2/adamw_loop": 5e-3},
+    stage3_s={"parameter": 1e-3, "piece": 1e-6},
+    pace=1.0,
+)
+
+
+def test_deepspeeds_stage_3_works_on_every_parameter_and_every_ranks_piece() -> None:
+    # 32 layers of nine tensors, embedding, head and last norm; the 65 norms are kept whole. Without
+    # recomputation the steady step fetches its 226 others in the forward and some again.
+    counted = stage3_parameters(LLAMA, recomputes=False)
+    assert (counted.forward, counted.kept, counted.every) == (226, 65, 291)
+    stage3 = Parallelism(engine=Engine.DEEPSPEED, zero_stage=3)
+    nothing = dict.fromkeys(("forward", "backward", "recompute"), 0.0)
+    found = host_time(SPARE, LLAMA, TrainingWorkload(), stage3, nothing, 1000)
+    # A gathered parameter: a millisecond, and three operations on each of a thousand pieces.
+    assert found.forward_s == pytest.approx(226 * (1e-3 + 3e-3))
+    again = counted.fetched - 226
+    assert found.backward_s == pytest.approx(again * 4e-3 + 291 * (1e-3 + 1e-3))
+    assert found.optimizer_s == pytest.approx(32 * 1e-4 + 65 * 3e-3)
+
+
+def test_the_host_is_asked_about_every_operation_that_selective_checkpointing_may_keep() -> None:
+    launches = {"forward": 1000.0, "backward": 2000.0, "recompute": 900.0}
+    own = Parallelism()
+    plain = host_time(SPARE, LLAMA, TrainingWorkload(), own, launches)
+    workload = TrainingWorkload(checkpointing=Checkpointing.SELECTIVE)
+    chosen = host_time(SPARE, LLAMA, workload, own, launches)
+    assert chosen.forward_s - plain.forward_s == pytest.approx(900 * 1e-5)
+    assert chosen.backward_s - plain.backward_s == pytest.approx(900 * 1e-5)
+
+
+def test_our_attention_and_updates_one_by_one_of_sharded_tensors_take_longer() -> None:
+    launches = {"forward": 1000.0, "backward": 2000.0, "recompute": 0.0}
+    ours = TrainingWorkload(attention=Attention.TRITON, optimizer=Optimizer.ADAMW_LOOP)
+    found = host_time(SPARE, LLAMA, ours, Parallelism(engine=Engine.FSDP2, zero_stage=2), launches)
+    assert found.forward_s == pytest.approx((1000 + 32 * 4) * 1e-5)
+    assert found.backward_s == pytest.approx((2000 + 32 * 6) * 2e-5)
+    assert found.optimizer_s == pytest.approx(32 * 5e-3)
+
+
+def test_where_the_host_waits_before_the_update_each_part_takes_the_longer_of_both() -> None:
+    times = {
+        "gpu_s": {"forward": 1.0, "backward": 3.0, "optimizer": 0.5},
+        "host_s": {"forward": 1.5, "backward": 1.5, "optimizer": 2.0},
+        "exposed_s": dict.fromkeys(("forward", "backward", "optimizer"), 0.0),
+        "parts": (),
+        "sent": (),
+    }
+    assert Step(**times).step_time_s == 5.0
+    waiting = Step(**times, runs=(("forward", "backward"), ("optimizer",)))
+    assert waiting.step_time_s == 4.0 + 2.0
+    phases = [float(waiting.phase_s(name)) for name in ("forward", "backward", "optimizer")]
+    assert phases == [1.0, 3.0, 2.0]
+
+
+def test_adapters_are_timed_by_their_own_list_whatever_the_attention() -> None:
+    workload = TrainingWorkload(
+        attention=Attention.TRITON, lora_rank=8, lora_targets=LoraTargets.ALL_LINEAR
+    )
+    assert list_key(LLAMA, workload) == "llama/sdpa/bf16/lora_all_linear"
 
 
 def test_what_is_sent_is_hidden_behind_what_is_computed() -> None:
@@ -181,7 +251,7 @@ def test_what_is_sent_is_hidden_behind_what_is_computed() -> None:
 
 def test_the_step_is_the_longer_of_gpu_and_host() -> None:
     step = training_step(LLAMA, TrainingWorkload(), Parallelism(), RATES)
-    assert step.step_time_s == max(step.gpu_step_s, step.host_step_s)
+    assert float(step.step_time_s) == pytest.approx(max(step.gpu_step_s, step.host_step_s))
     alone = Parallelism(zero_stage=0, world_size=1)
     gpt2, short = resolve_model("gpt2"), TrainingWorkload(sequence_length=64)
     small = training_step(gpt2, short, alone, RATES)
@@ -191,4 +261,5 @@ def test_the_step_is_the_longer_of_gpu_and_host() -> None:
 
 
 def test_rows_that_set_a_constant_are_named() -> None:
-    assert len(rows_used()) == 16
+    # Sixteen for the host's pace, eight for DeepSpeed's stage 3.
+    assert len(rows_used()) == 24
