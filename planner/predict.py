@@ -132,7 +132,7 @@ def predict(plan: Plan, *, segment_share: float | None = None) -> Prediction:
         return _predict_training(plan, workload, segment_share)
     replicas = plan.parallelism.world_size
     memory = serving_memory(plan.model, workload, plan.hardware.visible_bytes)
-    speed = decode_throughput(plan.model, workload, memory, plan.hardware, replicas)
+    speed = decode_throughput(plan.model, workload, plan.hardware, replicas)
     return Prediction(
         plan=plan,
         memory=memory.to_dict(),
@@ -143,5 +143,6 @@ def predict(plan: Plan, *, segment_share: float | None = None) -> Prediction:
             *plan.model.flags,
             *_length_notes(plan.model, workload.context_length),
             *speed.notes,
+            f"Step time: {speed.source}.",
         ),
     )

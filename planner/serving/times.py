@@ -17,9 +17,9 @@ from math import ceil
 import numpy as np
 
 from planner.hardware import Gpu
-from planner.memory.parallel import stage_specs
 from planner.model import ModelSpec
 from planner.serving.memory import KV_ELEMENT_BYTES
+from planner.serving.part import serving_part
 from planner.serving.work import (
     COPY,
     SORTS,
@@ -32,7 +32,7 @@ from planner.serving.work import (
 from planner.speed.calibrated import MEASURED_ID, measured_gpu, rates_of
 from planner.speed.rates import Rates, layout_number
 from planner.units import MIB_BYTES
-from planner.workload import KvDtype, Parallelism, WeightsDtype
+from planner.workload import KvDtype, WeightsDtype
 
 # Ids of recorded rows that a constant below was fitted to: no evidence for the times they set.
 DECODE_ROWS = frozenset(
@@ -87,7 +87,7 @@ _LATENT_SHARE = 0.5
 # Our Hopper forward over torch's SDPA, causal, mean of recorded/kernels/h200-attention-forward.jsonl; it
 # takes heads of 64 and 128 elements, other widths go to Triton's.
 _HOPPER_OVER_SDPA = 1.13
-_HOPPER_HEADS = (64, 128)
+_HOPPER, _HOPPER_HEADS = "9.0", (64, 128)
 # The host's seconds for a forward that is no graph: at all (what is left of a chunk in the served traces
 # 4b9cdfe1b06d1b35 and b7dcbad6e5500c05), for each kernel of ours (a Triton launch through torch's
 # dispatcher, which is what a decode attention of batch 1 takes in recorded/kernels/h200-decode.jsonl), and
@@ -130,15 +130,18 @@ class StepPart:
 
 
 class StepTimes:
-    """Times of a served model's forwards on one of its GPUs; `source` says where the rates are from."""
+    """Times of a served model's forwards on one of its GPUs; `source` says where the rates are from.
+
+    Raises PlanError where the model cannot be divided over so many GPUs.
+    """
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
         self.rates = rates_of(served.gpu)
-        split = Parallelism(zero_stage=0, world_size=1, tensor_parallel=served.tensor_parallel)
-        self.part = stage_specs(served.spec, split)[0]
+        self.part = serving_part(served.spec, served.tensor_parallel)
         self.work = forward_work(self.part, served.weights_dtype, joins_qkv=served.joins_qkv)
         self._forward = lru_cache(maxsize=4096)(self._forward_parts)
+        self._curve_s = lru_cache(maxsize=65_536)(self._interpolated_s)
 
     @property
     def source(self) -> str:
@@ -173,7 +176,10 @@ class StepTimes:
     def prefill_parts(
         self, num_tokens: int, context_tokens: int = 0, rows: int = 1
     ) -> tuple[StepPart, ...]:
-        """Return what `prefill_s` adds up."""
+        """Return what `prefill_s` adds up. Raises ValueError for no tokens or no rows."""
+        if num_tokens < 1 or rows < 1 or context_tokens < 0:
+            given = f"{rows} rows of {num_tokens} tokens after {context_tokens}"
+            raise ValueError(f"a prefill of {given}; it needs a row and a token at least")
         tokens = num_tokens * rows
         parts = (
             *self._forward(tokens, rows),
@@ -182,7 +188,10 @@ class StepTimes:
         return (*parts, *self._host_part(parts))
 
     def decode_parts(self, batch: int, total_context_tokens: int) -> tuple[StepPart, ...]:
-        """Return what `decode_s` adds up."""
+        """Return what `decode_s` adds up. Raises ValueError for no sequences."""
+        if batch < 1 or total_context_tokens < 0:
+            given = f"{batch} sequences of {total_context_tokens} tokens together"
+            raise ValueError(f"a decode step of {given}; it needs a sequence at least")
         parts = (
             *self._forward(batch, batch),
             self._decode_attention(batch, total_context_tokens),
@@ -276,7 +285,7 @@ class StepTimes:
             taken_s += max(0.0, more_s) * size_bytes / _KINDS_FROM_BYTES
         return taken_s + _BETWEEN_KERNELS_S
 
-    def _curve_s(self, kind: int, size_bytes: float) -> float:
+    def _interpolated_s(self, kind: int, size_bytes: float) -> float:
         return float(self.rates.stream_s(kind, np.float64(max(size_bytes, 1.0))))
 
     def _decode_attention(self, batch: int, total_context_tokens: int) -> StepPart:
@@ -354,7 +363,8 @@ class StepTimes:
         part, total = self.part, float(num_tokens + context_tokens)
         if self.work.element_bytes == 4:
             return _BETWEEN_KERNELS_S + flops / (0.5 * self.rates.peak_flop_s["fp32"])
-        is_hopper = part.latent is None and part.head_dim in _HOPPER_HEADS
+        is_hopper = self.served.gpu.compute_capability == _HOPPER and part.latent is None
+        is_hopper = is_hopper and part.head_dim in _HOPPER_HEADS
         kind = "attention_forward_sdpa" if is_hopper else "attention_forward_triton"
         head_dim = (part.head_dim + part.value_dim) / 2
         heads = float(rows * part.num_heads)

@@ -1,4 +1,4 @@
-"""The roofline of a decode step."""
+"""A decode step: what it reads and computes, worked out by hand, and how fast it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from planner.decode import decode_throughput
 from planner.hardware import resolve_gpu
 from planner.presets import resolve_model
-from planner.serving.memory import serving_memory
 from planner.throughput import Throughput
 from planner.workload import ServingWorkload, WeightsDtype
 
@@ -19,8 +18,7 @@ H200 = resolve_gpu("h200")
 def decode(model: str = "llama-3.1-8b", replicas: int = 1, **workload: Any) -> Throughput:
     """Return the speed of a decode step on an H200."""
     spec, chosen = resolve_model(model), ServingWorkload(**workload)
-    memory = serving_memory(spec, chosen, H200.visible_bytes)
-    return decode_throughput(spec, chosen, memory, H200, replicas)
+    return decode_throughput(spec, chosen, H200, replicas)
 
 
 def test_one_sequence_reads_all_weights_and_its_cache() -> None:
@@ -28,8 +26,10 @@ def test_one_sequence_reads_all_weights_and_its_cache() -> None:
     layers = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096)
     head = 4096 + 4096 * 128256 + 128256
     moved = 2 * layers + 1000 * 131_072 + 2 * head
-    assert result.step_time_s == pytest.approx(moved / 4.8e12)
-    assert result.bound == "hbm"
+    # Hidden states between kernels come on top.
+    assert result.ideal_s == pytest.approx(moved / 4.8e12, rel=0.002)
+    assert result.ideal_s < result.step_time_s < 1.8 * result.ideal_s
+    assert result.bound == "hbm" and result.label == "from measured curves"
     assert result.tokens_per_s == pytest.approx(1 / result.step_time_s)
 
 
@@ -75,15 +75,15 @@ def test_latent_attention_decodes_on_the_latents() -> None:
 
 
 def test_few_tokens_read_few_experts() -> None:
-    def linear_bytes(sequences: int) -> float:
+    def product_bytes(sequences: int) -> float:
         result = decode("Qwen/Qwen3-30B-A3B", sequences=sequences)
-        (linear,) = [op for op in result.operations if op.name == "linear"]
-        return float(linear.bytes)
+        [found] = [op for op in result.operations if op.name == "products"]
+        return float(found.bytes)
 
-    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
-    other = attention + 128 * 2048 + 2 * 2048 + 2 * 128
+    other = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048
     expert = 3 * 2048 * 768
-    assert linear_bytes(1) == pytest.approx(2 * 48 * (other + 8 * expert))
+    # What a token's tensors move on top is small beside the weights.
+    assert product_bytes(1) == pytest.approx(2 * 48 * (other + 8 * expert), rel=0.002)
     # The second token shares half of an expert of its eight with the first: 8 x 8 / 128.
-    assert linear_bytes(2) == pytest.approx(2 * 48 * (other + 15.5 * expert))
-    assert linear_bytes(1000) == pytest.approx(2 * 48 * (other + 128 * expert))
+    assert product_bytes(2) == pytest.approx(2 * 48 * (other + 15.5 * expert), rel=0.002)
+    assert product_bytes(64) == pytest.approx(2 * 48 * (other + 126 * expert), rel=0.02)
