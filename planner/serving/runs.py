@@ -75,11 +75,12 @@ def predict_decode(
     """
     times = StepTimes(served_model(run, spec, gpu, joins_qkv=joins_qkv))
     weights, cache = weights_bytes(spec, run.dtype), decode_cache_bytes(run, spec)
+    element_bytes = _ELEMENT_BYTES[run.dtype]
     rows = min(run.batch, max(1, PREFILL_TOKENS // run.context))
     middle = run.context + 1 + (WARMUP_STEPS + run.new_tokens - 1) // 2
-    prefilling = forward_bytes(spec, run, rows * run.context) + WORKSPACE_BYTES
-    decoding = forward_bytes(spec, run, run.batch) + graphs_bytes(1)
-    decoding += run.batch * spec.vocab_size * _ELEMENT_BYTES[run.dtype]
+    prefilling = widest_bytes(spec, rows * run.context, element_bytes) + WORKSPACE_BYTES
+    decoding = widest_bytes(spec, run.batch, element_bytes) + graphs_bytes(1)
+    decoding += run.batch * spec.vocab_size * element_bytes
     return DecodePrediction(
         prefill_time_s=_prefill_s(times, run, rows),
         decode_time_s=times.decode_s(run.batch, run.batch * middle),
@@ -117,7 +118,7 @@ def _token_bytes(run: DecodeRun | ServeRun, spec: ModelSpec) -> int:
     return vectors * (spec.head_dim + _SCALE_BYTES)
 
 
-def forward_bytes(spec: ModelSpec, run: DecodeRun | ServeRun, tokens: int) -> int:
+def widest_bytes(spec: ModelSpec, tokens: int, element_bytes: int) -> int:
     """Return what a forward of so many tokens holds at its widest: a layer's MLP or experts.
 
     Hidden states, with gate and up joined and their product, or a mixture's gathered and returned rows.
@@ -127,8 +128,7 @@ def forward_bytes(spec: ModelSpec, run: DecodeRun | ServeRun, tokens: int) -> in
     wide = _ROUTED_STATES * routed + (2 * routed if spec.latent else 0)
     if not spec.num_expert_layers:
         wide = spec.mlp_products * spec.intermediate_size
-    width = _HIDDEN_STATES * spec.hidden_size + wide
-    return tokens * width * _ELEMENT_BYTES[run.dtype]
+    return tokens * (_HIDDEN_STATES * spec.hidden_size + wide) * element_bytes
 
 
 def graphs_bytes(graphs: int) -> int:
@@ -149,7 +149,7 @@ def serve_peak_bytes(run: ServeRun, spec: ModelSpec) -> int:
     longest = max(one.prompt_tokens for one in run.trace)
     held = weights_bytes(spec, run.dtype)
     held += run.pages * run.page_size * spec.num_layers * _token_bytes(run, spec)
-    held += forward_bytes(spec, run, min(run.chunk_tokens, longest))
+    held += widest_bytes(spec, min(run.chunk_tokens, longest), element_bytes)
     if not run.graphs:
         return held + WORKSPACE_BYTES
     return held + graphs_bytes(len(widths)) + sum(widths) * spec.vocab_size * element_bytes
