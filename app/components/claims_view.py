@@ -108,7 +108,9 @@ def _claim(claim: Claim) -> None:
     sizes = unit()
     with st.container(border=True, key=f"claim_{claim['id']}"):
         st.markdown(f"**{claim['says']}**")
-        st.markdown(f":{colour}[{icon}] {verdict_sentence(claim)}")
+        verdict = claim["verdict"].capitalize()
+        sentence = verdict_sentence(claim).removeprefix(verdict)
+        st.markdown(f":{colour}[{icon} **{verdict}**]{sentence}")
         st.caption(
             f"Claimed: {claimed_text(claim, sizes)} · computed: {computed_text(claim, sizes)} · "
             f"measured: {range_text(claim['measured'], claim['unit'], sizes)}{_own(claim, sizes)}"
@@ -131,7 +133,7 @@ def _own(claim: Claim, sizes: str) -> str:
 
 def _more(claim: Claim, sizes: str) -> None:
     said = claim["said_in"]
-    st.markdown(f"Said: “{claim['quote']}” — {said['title']} (`{said['file']}`)")
+    st.markdown(f"Said: “{claim['quote']}” — {said['title']} ({said['english']}, `{said['file']}`)")
     st.markdown(f"Needs: {claim['needs']}")
     if claim["left_out"]:
         st.caption(f":material/info: Your plan has no figure here: {claim['left_out']}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
@@ -152,7 +152,7 @@ class Answer:
             "topic": str(claim.topic),
             "says": claim.says,
             "quote": claim.quote,
-            "said_in": {"title": claim.source.title, "file": claim.source.file},
+            "said_in": asdict(claim.source),
             "unit": str(found.bounds.unit),
             "claimed": {"low": found.bounds.low, "high": found.bounds.high},
             "needs": found.needs,

@@ -1,0 +1,1 @@
+"""A plan as configuration for the programs that run it: DeepSpeed, accelerate, torchtitan, vLLM, ..."""
