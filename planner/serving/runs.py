@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from planner.attached import match_preset
+from planner.calibration import sheet_of
 from planner.comparison import Comparison
 from planner.decode_run import CacheDtype, CacheKind, DecodeRun, WeightDtype, parse_decode
-from planner.hardware import Gpu, resolve_gpu
+from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import ServeRun, parse_serve
@@ -160,7 +160,7 @@ def compare_served(row: RecordedRow) -> list[Comparison]:
 
     A time that a constant was fitted to is left out.
     """
-    gpu = _gpu_of(row.environment)
+    gpu = sheet_of(row.environment)
     if gpu is None:
         return []
     if row.kind is Kind.SERVE:
@@ -202,15 +202,6 @@ def _comparisons(
         for name, ours, field in pairs
         if measured.get(field)
     ]
-
-
-def _gpu_of(environment: Mapping[str, Any]) -> Gpu | None:
-    """The preset of the GPU that a row was measured on."""
-    gpu = environment.get("gpu")
-    if not isinstance(gpu, Mapping):
-        return None
-    found = match_preset(str(gpu.get("name")), int(gpu.get("total_bytes") or 0))
-    return None if found is None else resolve_gpu(found)
 
 
 def served_traits(row: RecordedRow) -> dict[str, str]:

@@ -44,6 +44,7 @@ DECODE_ROWS = frozenset(
         "e747d32afa5bafb0",
     )
 )
+SERVE_ROWS = frozenset(("4b9cdfe1b06d1b35", "b7dcbad6e5500c05"))
 PREFILL_ROWS = frozenset(("b5840a901a294d25", "60e281f0617861be", "79237c4ebf67330a"))
 
 # Fitted to Llama-3.2-1B at batch 16 over 512 tokens, which is almost all small kernels.
@@ -88,13 +89,15 @@ _LATENT_SHARE = 0.5
 # takes heads of 64 and 128 elements, other widths go to Triton's.
 _HOPPER_OVER_SDPA = 1.13
 _HOPPER, _HOPPER_HEADS = "9.0", (64, 128)
-# The host's seconds for a forward that is no graph: at all (what is left of a chunk in the served traces
-# 4b9cdfe1b06d1b35 and b7dcbad6e5500c05), for each kernel of ours (a Triton launch through torch's
-# dispatcher, which is what a decode attention of batch 1 takes in recorded/kernels/h200-decode.jsonl), and
-# for each of torch's (planner/speed/h200.json: the host's for Llama, with its pace).
-_HOST_FORWARD_S = 10e-3
-_HOST_OWN_S = 107e-6
+# The host's seconds for a forward that is no graph: at all, and for each kernel of ours (a Triton launch
+# through torch's dispatcher), fitted to two served traces, those of SERVE_ROWS; and for each of torch's
+# (planner/speed/h200.json: the host's for Llama, with its pace). Alone, a decode attention takes 0.107 ms of
+# the host (batch 1 in recorded/kernels/h200-decode.jsonl).
+_HOST_FORWARD_S = 8e-3
+_HOST_OWN_S = 135e-6
 _HOST_TORCH_S = 26e-6
+# Kernels and slices by which a chunk's layer gathers the pages of what lies before it.
+_GATHERING_KERNELS = 6
 _OWN_KERNELS = ("norms", "activation", "rotary")
 
 
@@ -185,7 +188,8 @@ class StepTimes:
             *self._forward(tokens, rows),
             self._prefill_attention(num_tokens, context_tokens, rows),
         )
-        return (*parts, *self._host_part(parts))
+        gathering = _GATHERING_KERNELS * self.part.num_layers if context_tokens else 0
+        return (*parts, *self._host_part(parts, gathering))
 
     def decode_parts(self, batch: int, total_context_tokens: int) -> tuple[StepPart, ...]:
         """Return what `decode_s` adds up. Raises ValueError for no sequences."""
@@ -196,7 +200,7 @@ class StepTimes:
             *self._forward(batch, batch),
             self._decode_attention(batch, total_context_tokens),
         )
-        return parts if self.served.graphs else (*parts, *self._host_part(parts))
+        return parts if self.served.graphs else (*parts, *self._host_part(parts, 0))
 
     def _forward_parts(self, tokens: int, logit_rows: int) -> tuple[StepPart, ...]:
         """Everything but attention: the same for prefill and decode of as many tokens."""
@@ -391,15 +395,16 @@ class StepTimes:
             ),
         )
 
-    def _host_part(self, parts: Iterable[StepPart]) -> tuple[StepPart, ...]:
+    def _host_part(self, parts: Iterable[StepPart], more_kernels: int) -> tuple[StepPart, ...]:
         """What the GPU waits for the host that starts every kernel of a forward."""
-        waited_s = host_s(self.part, self.work) - _total_s(parts)
+        host_s = _host_s(self.part, self.work) + more_kernels * _HOST_TORCH_S
+        waited_s = host_s - _total_s(parts)
         if waited_s <= 0:
             return ()
         return (StepPart(name="host_waiting", flops=0.0, bytes=0.0, time_s=waited_s, bound="host"),)
 
 
-def host_s(part: ModelSpec, work: ForwardWork) -> float:
+def _host_s(part: ModelSpec, work: ForwardWork) -> float:
     """Return the host's seconds to start the kernels of a forward that is not a CUDA graph."""
     own = sum(one.count for one in work.streams if one.name in _OWN_KERNELS) + 2 * part.num_layers
     return _HOST_FORWARD_S + own * _HOST_OWN_S + (work.kernels - own) * _HOST_TORCH_S

@@ -20,7 +20,7 @@ from planner.serving.runs import (
     predict_decode,
     serve_peak_bytes,
 )
-from planner.serving.times import DECODE_ROWS, PREFILL_ROWS
+from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, SERVE_ROWS
 
 RECORDED = Path(__file__).resolve().parents[3] / "recorded/h200-decode.jsonl"
 H200 = resolve_gpu("h200")
@@ -92,8 +92,8 @@ def test_predictions_of_recorded_rows_stay_as_near_as_they_are(rows: list[Record
     assert max(mean["prefill_allocated"], mean["decode_allocated"]) < 0.5
     assert mean["serve_allocated"] < 1 and max(errors["serve_allocated"]) < 3
     assert mean["decode_time"] < 5 and max(errors["decode_time"]) < 15
-    # Llama-3.1-8B's lone prompt of 1,024 tokens took 63 ms, twice what the host needs in served traces.
-    assert mean["prefill_time"] < 7 and sorted(errors["prefill_time"])[-2] < 20
+    # Llama-3.1-8B's lone prompt of 1,024 tokens took 63 ms, half as much again as in served traces.
+    assert mean["prefill_time"] < 7 and sorted(errors["prefill_time"])[-2] < 15
 
 
 def test_rows_that_set_a_constant_are_no_evidence_for_its_time(rows: list[RecordedRow]) -> None:
@@ -101,7 +101,7 @@ def test_rows_that_set_a_constant_are_no_evidence_for_its_time(rows: list[Record
         quantities = {one.quantity for one in compare_served(row)}
         assert not ("decode_time" in quantities and row.id in DECODE_ROWS)
         assert not ("prefill_time" in quantities and row.id in PREFILL_ROWS)
-    assert {row.id for row in rows} >= DECODE_ROWS | PREFILL_ROWS
+    assert {row.id for row in rows} >= DECODE_ROWS | PREFILL_ROWS | SERVE_ROWS
 
 
 def test_a_row_of_a_gpu_without_a_preset_is_not_compared(rows: list[RecordedRow]) -> None:
