@@ -55,6 +55,13 @@ page = st.navigation(
                 help="What do kernels and algorithms of attention cost here, and which are exact?",
             ),
             st.Page(
+                "app_pages/serving.py",
+                title="Serving",
+                icon=":material/dns:",
+                help="How many requests, how soon the first token, how fast the rest, which lever "
+                "helps?",
+            ),
+            st.Page(
                 "app_pages/claims.py",
                 title="Claims",
                 icon=":material/fact_check:",
