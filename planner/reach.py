@@ -1,0 +1,124 @@
+"""How far a plan goes: the largest micro-batch, sequence and number of layers that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.errors import PlanError
+from planner.plan import MAX_COUNT, MAX_TOKENS_PER_SEQUENCE, Plan, parse_plan
+from planner.predict import Prediction, predict
+from planner.units import format_count
+from planner.verdict import State
+
+# Shorter steps of a sequence's length are not worth a replay.
+TOKENS_STEP = 128
+_MOST_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The largest value of one field with the verdict "fits", all else as planned.
+
+    `value` is None where not even the smallest fits. `stopped_by` says why the next larger value is
+    no answer; `parameters` are those of the model with `value`.
+    """
+
+    name: str
+    value: int | None
+    device_bytes: int | None
+    parameters: int | None
+    stopped_by: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def sentence(self) -> str:
+        """Return the answer in words."""
+        words = _WORDS[self.name]
+        if self.value is None:
+            return f"No {words[0]} fits, not even the smallest: {self.stopped_by}"
+        size = f" ({format_count(self.parameters or 0)} parameters)" if words[2] else ""
+        return f"The largest {words[0]} that fits: {self.value:,}{words[1]}{size}."
+
+
+_WORDS: Mapping[str, tuple[str, str, bool]] = {
+    "micro_batch": ("micro-batch", "", False),
+    "sequence_length": ("sequence", " tokens", False),
+    "num_layers": ("number of layers", " layers", True),
+}
+_STEPS: Mapping[str, tuple[int, int]] = {
+    "micro_batch": (1, MAX_COUNT),
+    "sequence_length": (TOKENS_STEP, MAX_TOKENS_PER_SEQUENCE),
+    "num_layers": (1, _MOST_LAYERS),
+}
+REACHES = tuple(_STEPS)
+
+
+def largest_that_fits(plan: Plan, name: str) -> Reach:
+    """Return the largest value of one of `REACHES` that fits, by bisection of single predictions.
+
+    Doubles until a plan no longer fits, then halves the gap; lengths are multiples of 128. Raises
+    PlanError for a serving plan.
+    """
+    if plan.job != "train":
+        raise PlanError("job", str(plan.job), "train, as training steps are bisected")
+    step, most = _STEPS[name]
+    tried: dict[int, Prediction | PlanError] = {}
+
+    def answer(number: int) -> Prediction | PlanError:
+        if number not in tried:
+            tried[number] = _predicted(plan, name, number * step)
+        return tried[number]
+
+    def fits(number: int) -> bool:
+        found = answer(number)
+        return isinstance(found, Prediction) and found.verdict.state is State.FITS
+
+    count = bisect_largest(fits, most // step)
+    following = answer(min(count + 1, most // step))
+    found = answer(count) if count else None
+    return Reach(
+        name=name,
+        value=count * step or None,
+        device_bytes=found.memory["device_bytes"] if isinstance(found, Prediction) else None,
+        parameters=found.plan.model.parameters if isinstance(found, Prediction) else None,
+        stopped_by=_stop(following),
+    )
+
+
+def bisect_largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return a number up to `most` that fits while the next does not; 0 where 1 does not fit.
+
+    Doubles from 1 to the first that does not fit, then halves between it and the last that did.
+    """
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _predicted(plan: Plan, name: str, value: int) -> Prediction | PlanError:
+    document = plan.to_dict()
+    if name == "num_layers":
+        overrides = {**document["model"].get("overrides", {}), "num_hidden_layers": value}
+        document["model"] = {**document["model"], "overrides": overrides}
+    else:
+        document["workload"] = {**document["workload"], name: value}
+    try:
+        return predict(parse_plan(document))
+    except PlanError as problem:
+        return problem
+
+
+def _stop(following: Prediction | PlanError) -> str:
+    """Say why the value after the answer is none."""
+    if isinstance(following, PlanError):
+        return str(following)
+    return following.verdict.sentence
