@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from planner.serving.times import StepPart, StepTimes
@@ -13,7 +13,7 @@ _WORDS = {
     "elementwise": "the small kernels",
     "attention": "attention over the cache",
     "all_reduce": "adding up between the GPUs",
-    "host_waiting": "the host, which starts the kernels",
+    "host_waiting": "the host that starts the kernels",
 }
 # Parts that change by less than this share of the step are not what a choice is about.
 _NOTICED = 0.005
@@ -23,9 +23,9 @@ _NOTICED = 0.005
 class Limit:
     """What one choice does to a decode step: `speed_up` is the step before over the step after.
 
-    `part` is what it changes most, `share` how much of the step before that is. `most` is the speed-up if
-    that part took no time at all, `byte_factor` how many times fewer bytes it reads; None where it reads none.
-    `sentence` says it in words.
+    `part` is what it changes most, `share` how much of the step before all that it changes is. `most` is the
+    speed-up if all that took no time, `byte_factor` how many times fewer bytes `part` reads; None where it
+    reads none. `sentence` says it in words.
     """
 
     part: str
@@ -42,21 +42,23 @@ def decode_limit(
     """Compare a step of `batch` sequences, holding so many tokens together, before and after a choice."""
     first = _by_name(before.decode_parts(batch, total_context_tokens))
     second = _by_name(after.decode_parts(batch, total_context_tokens))
-    step_s, after_s = (sum(part.time_s for part in parts.values()) for parts in (first, second))
-    name = max(first, key=lambda one: abs(first[one].time_s - _time_s(second, one)))
-    part, share = first[name], first[name].time_s / step_s
-    now = second.get(name)
-    byte_factor = part.bytes / now.bytes if now is not None and now.bytes and part.bytes else None
+    step_s, after_s = _total_s(first.values()), _total_s(second.values())
+    gained_s = {name: part.time_s - _time_s(second, name) for name, part in first.items()}
+    name = max(gained_s, key=lambda one: abs(gained_s[one]))
+    changed = [one for one in first if abs(gained_s[one]) > _NOTICED * step_s]
+    share = sum(first[one].time_s for one in changed) / step_s
+    part, now = first[name], second.get(name)
     limit = Limit(
         part=name,
         share=share,
         speed_up=step_s / after_s,
-        most=1.0 / (1.0 - share),
-        byte_factor=byte_factor,
+        most=1.0 / max(1.0 - share, _NOTICED),
+        byte_factor=part.bytes / now.bytes if now and now.bytes and part.bytes else None,
         sentence="",
     )
-    times_s = (part.time_s, _time_s(second, name), step_s)
-    return replace(limit, sentence=_sentence(limit, *times_s, _added(first, second)))
+    added = [_WORDS[one] for one in second if one not in first]
+    ratio = _time_s(second, name) / part.time_s
+    return replace(limit, sentence=_sentence(limit, ratio, len(changed), added))
 
 
 def _by_name(parts: tuple[StepPart, ...]) -> dict[str, StepPart]:
@@ -67,27 +69,24 @@ def _time_s(parts: Mapping[str, StepPart], name: str) -> float:
     return parts[name].time_s if name in parts else 0.0
 
 
-def _added(first: Mapping[str, StepPart], second: Mapping[str, StepPart]) -> str | None:
-    """The part that only the step after has."""
-    return next((name for name in second if name not in first), None)
+def _total_s(parts: Iterable[StepPart]) -> float:
+    return sum(part.time_s for part in parts)
 
 
-def _sentence(
-    limit: Limit, before_s: float, after_s: float, step_s: float, added: str | None
-) -> str:
-    what = _WORDS[limit.part]
-    if abs(before_s - after_s) < _NOTICED * step_s and added is None:
-        return "A decode step takes as long as before."
-    share = f"{what} is {100 * limit.share:.0f} % of a step"
-    moved = ""
-    if limit.byte_factor is not None and abs(limit.byte_factor - 1) > _NOTICED:
-        moved = f" and moves {limit.byte_factor:.2f} times fewer bytes"
-        if limit.byte_factor < 1:
-            moved = f" and moves {1 / limit.byte_factor:.2f} times as many bytes"
-    if after_s > before_s:
-        reason = " all the same" if limit.byte_factor and limit.byte_factor > 1 else ""
-        return f"{share}{moved}; it takes {after_s / before_s:.2f} times as long{reason}."
-    own = f"it takes {after_s / before_s:.2f} of its time"
-    rest = f"at most x{limit.most:.2f} if it took none"
-    beside = f"; {_WORDS[added]} comes on top" if added else ""
-    return f"{share}{moved}: {own}, and a step could gain {rest}{beside}."
+def _sentence(limit: Limit, ratio: float, changed: int, added: list[str]) -> str:
+    beside = f"{' and '.join(added)} comes on top" if added else ""
+    if not changed:
+        return f"{beside.capitalize() or 'A decode step takes as long as before'}."
+    what, share = _WORDS[limit.part], f"Of a step {100 * limit.share:.0f} %"
+    is_one = changed == 1
+    text = f"{share} is {what}: it" if is_one else f"{share} changes, most of it {what}: that"
+    text += f" takes {ratio:.2f} of its time"
+    factor = limit.byte_factor or 1.0
+    if factor > 1 + _NOTICED:
+        text += f" with {factor:.2f} times fewer bytes"
+    elif factor < 1 - _NOTICED:
+        text += f" with {1 / factor:.2f} times as many bytes"
+    if limit.speed_up > 1:
+        free = "it" if is_one else "all of this"
+        text += f"; were {free} free, a step would be {limit.most:.2f} times as fast"
+    return f"{text}; {beside}." if beside else f"{text}."
