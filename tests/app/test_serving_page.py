@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from streamlit.testing.v1 import AppTest
 
+from app import services
 from app.components.problems import OUR_FAULT
 
 Opened = Callable[..., AppTest]
@@ -70,3 +72,31 @@ def test_a_link_that_says_nonsense_is_told_and_a_trace_too_long_is_one_sentence(
     assert any("steps to serve" in error.value for error in app.error)
     # The rest of the page is there all the same.
     assert "Is that true?" in texts(app)
+
+
+def test_a_served_run_s_page_shows_its_simulation_and_who_else_served(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded row with the preemption-free trace of 64 requests, and a peer put beside it."""
+    detail = services.measurement_detail
+
+    def with_peer(row_id: str) -> dict[str, Any] | None:
+        seen = detail(row_id)
+        assert seen is not None
+        failed = {"outcome": "failed", "message": "ValueError: no such attention"}
+        done = {"outcome": "done", "tokens_per_s": 900.0, "tokens_equal": 0.5}
+        done |= {"latency": seen["measured"]["latency"]}
+        peers = {"transformers": done, "vllm": failed}
+        return {**seen, "measured": {**seen["measured"], "peers": peers}}
+
+    monkeypatch.setattr(services, "measurement_detail", with_peer)
+    app = opened(row="4b9cdfe1b06d1b35")
+    app.switch_page("app_pages/run.py").run()
+    assert not app.exception and not app.error
+    simulated = next(frame.value for frame in app.dataframe if "simulated" in frame.value)
+    assert list(simulated["measured"][:2]) == ["62.07 ms", "156.9 ms"]
+    assert all(text.endswith(" %") for text in simulated["error"])
+    peers = next(frame.value for frame in app.dataframe if "who" in frame.value)
+    assert list(peers["who"]) == ["peakmark", "transformers", "vllm"]
+    assert list(peers["equal tokens"]) == ["-", "50 %", "-"]
+    assert "vllm: ValueError: no such attention" in texts(app)
