@@ -118,9 +118,15 @@ def lever_bars(found: ServingAnswer, changes: Sequence[Lever], field: str) -> li
 
 def lever_table(found: ServingAnswer, changes: Sequence[Lever]) -> list[dict[str, Any]]:
     """Return one line per lever and one for today's choice."""
-    lines = [{"lever": "as chosen", "kind": "", **_figures(found), "note": ""}]
+    lines = [{"lever": "as chosen", "kind": "", **_figures(found), "note": "", "a step's time": ""}]
     return lines + [
-        {"lever": one.name, "kind": one.kind, **_figures(one.answer), "note": one.note}
+        {
+            "lever": one.name,
+            "kind": one.kind,
+            **_figures(one.answer),
+            "note": one.note,
+            "a step's time": one.limit,
+        }
         for one in changes
     ]
 
@@ -130,15 +136,15 @@ def _figures(found: ServingAnswer) -> dict[str, str]:
 
 
 def capacity_lines(point: ServingPoint) -> dict[str, list[tuple[int, int]]]:
-    """Return capacity over length for caches of 16 bits and one byte, and for two GPUs."""
-    changed = {
-        f"cache {point.kv_dtype}": point,
-        "cache fp8": replace(point, kv_dtype=KvDtype.FP8),
-        "cache int8": replace(point, kv_dtype=KvDtype.INT8),
-    }
-    if point.spec.num_heads % (2 * point.tensor_parallel) == 0:
-        shards = 2 * point.tensor_parallel
-        changed[f"{shards} GPUs, {point.kv_dtype}"] = replace(point, tensor_parallel=shards)
+    """Return capacity over length: as chosen, with a cache of one byte, and that over two GPUs."""
+    changed = {f"cache {point.kv_dtype}": point}
+    if point.kv_dtype is not KvDtype.FP8:
+        changed["cache fp8"] = replace(point, kv_dtype=KvDtype.FP8)
+    shards = 2 * point.tensor_parallel
+    if point.spec.num_heads % shards == 0:
+        changed[f"cache fp8, {shards} GPUs"] = replace(
+            point, kv_dtype=KvDtype.FP8, tensor_parallel=shards
+        )
     return {name: capacity_curve(one) for name, one in changed.items()}
 
 

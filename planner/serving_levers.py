@@ -15,6 +15,7 @@ from planner.families import count_parameters
 from planner.hardware import Gpu
 from planner.memory.parallel import stage_specs
 from planner.model import ModelSpec
+from planner.serving.limits import decode_limit
 from planner.serving.memory import (
     ServingMemory,
     kv_bytes_per_token,
@@ -91,11 +92,12 @@ class ServingAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """One change of a point, and what it makes of it."""
+    """One change of a point, and what it makes of it; `limit` says what a step's time then hangs on."""
 
     name: str
     kind: str
     note: str
+    limit: str
     point: ServingPoint
     answer: ServingAnswer
 
@@ -185,15 +187,28 @@ def first_token_s(times: StepTimes, prompt_tokens: int) -> float:
 
 def levers(point: ServingPoint) -> list[Lever]:
     """Return every single change that is one for this point, system levers first."""
-    found = []
+    own, found = step_times(point), []
     for name, kind, note, changed in _changes(point):
         try:
-            found.append(
-                Lever(name=name, kind=kind, note=note, point=changed, answer=answer(changed))
-            )
+            check_point(changed)
         except PlanError:
             # Heads that so many GPUs cannot share: not a lever here.
             continue
+        times = step_times(changed)
+        limit = ""
+        if changed.batch == point.batch and changed.paged == point.paged:
+            tokens = point.batch * point.mean_tokens
+            limit = decode_limit(own, times, point.batch, tokens).sentence
+        found.append(
+            Lever(
+                name=name,
+                kind=kind,
+                note=note,
+                limit=limit,
+                point=changed,
+                answer=answer(changed, times),
+            )
+        )
     return found
 
 

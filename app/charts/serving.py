@@ -155,7 +155,7 @@ def levers_figure(rows: Sequence[Row], show: Callable[[float], str]) -> go.Figur
     low, high = min(*factors, 1.0), max(*factors, 1.0)
     room = 0.22 * max(high - low, 0.2)
     figure.add_vline(x=1, line_width=1, line_color=OTHER_COLOUR)
-    figure.update_xaxes(title="times today's", range=[max(0, low - room), high + room])
+    figure.update_xaxes(title="times the choice above", range=[max(0, low - room), high + room])
     figure.update_yaxes(
         autorange="reversed",
         categoryorder="array",
@@ -186,7 +186,7 @@ def rates_figure(rows: Sequence[Row], quantity: str) -> go.Figure:
                 "<b>%{customdata}</b><extra></extra>",
             )
     figure.update_xaxes(type="log", title="requests a second")
-    figure.update_yaxes(type="log", title=f"{quantity}, ms", exponentformat="none")
+    figure.update_yaxes(type="log", title=f"{quantity}, ms", dtick=1, exponentformat="none")
     ticks = sorted({row["rate_per_s"] for row in rows})
     figure.update_xaxes(tickvals=ticks, ticktext=[f"{tick:.3g}" for tick in ticks])
     return figure
@@ -336,6 +336,6 @@ def compared_figure(rows: Sequence[Row]) -> go.Figure:
             hovertemplate=f"%{{customdata[0]}}<br>{name}, %{{customdata[1]}}: simulated %{{y:.3g}} ms, "
             "measured %{x:.3g} ms, <b>%{customdata[2]}</b><extra></extra>",
         )
-    figure.update_xaxes(type="log", title="measured, ms", range=None, exponentformat="none")
-    figure.update_yaxes(type="log", title="simulated, ms", exponentformat="none")
+    figure.update_xaxes(type="log", title="measured, ms", dtick=1, exponentformat="none")
+    figure.update_yaxes(type="log", title="simulated, ms", dtick=1, exponentformat="none")
     return figure

@@ -61,6 +61,9 @@ def test_levers_are_told_apart_and_each_changes_one_thing() -> None:
     assert found["twice as many at once"].point.batch == 32
     assert "window of 4,096 tokens" not in found
     assert "window of 4,096 tokens" in by_name(replace(POINT, prompt_tokens=8000))
+    # What was not changed for a step has no limit to tell.
+    assert found["no paging"].limit == found["twice as many at once"].limit == ""
+    assert "attention over the cache" in found["one key-value head (MQA)"].limit
     # An fp8 cache halves bytes, not time: its kernel reads at a lower rate.
     fp8, base = found["cache in fp8"].answer, answer(POINT)
     assert fp8.token_bytes * 2 == base.token_bytes
