@@ -16,6 +16,7 @@ from app.commands import (
     doctor,
     import_rows,
     plan,
+    profile,
     prove,
     runs,
     serve,
@@ -42,6 +43,7 @@ app.command("attention")(attention.attention_command)
 app.command("decode")(decode.decode_command)
 app.command("serve")(serve.serve_command)
 app.command("claims")(claims.claims_command)
+app.command("profile")(profile.profile_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
 app.command("accuracy")(accuracy.accuracy_command)

@@ -32,6 +32,7 @@ class RunKind(StrEnum):
     CALIBRATE = "calibrate"
     DECODE = "decode"
     SERVE = "serve"
+    PROFILE = "profile"
 
 
 class RunWorld(StrEnum):

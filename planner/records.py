@@ -38,15 +38,17 @@ class Kind(StrEnum):
     CALIBRATE = "calibrate"
     DECODE = "decode"
     SERVE = "serve"
+    PROFILE = "profile"
 
 
-# What the spec of each kind must hold.
+# What the spec of each kind must hold one of.
 _SPEC_PARTS = {
-    Kind.TRAIN_STEP: "plan",
-    Kind.ATTENTION: "attention",
-    Kind.CALIBRATE: "calibration",
-    Kind.DECODE: "decode",
-    Kind.SERVE: "serve",
+    Kind.TRAIN_STEP: ("plan",),
+    Kind.ATTENTION: ("attention",),
+    Kind.CALIBRATE: ("calibration",),
+    Kind.DECODE: ("decode",),
+    Kind.SERVE: ("serve",),
+    Kind.PROFILE: ("plan", "decode"),
 }
 
 
@@ -150,8 +152,9 @@ def _check_spec(kind: Kind, spec: Mapping[str, Any]) -> None:
         found = describe_value(spec.get("kind"))
         raise RecordError("spec.kind", f"spec.kind is {found}: it must be the row's kind, {kind}.")
     needed = _SPEC_PARTS[kind]
-    if not isinstance(spec.get(needed), Mapping):
-        raise RecordError(f"spec.{needed}", f"spec.{needed} is missing: a {kind} row needs it.")
+    if not any(isinstance(spec.get(name), Mapping) for name in needed):
+        names = " or ".join(f"spec.{name}" for name in needed)
+        raise RecordError(f"spec.{needed[0]}", f"{names} is missing: a {kind} row needs it.")
 
 
 def _check_id(row: _Row) -> None:

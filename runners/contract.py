@@ -25,6 +25,7 @@ class JobKind(StrEnum):
     CALIBRATE = "calibrate"
     DECODE = "decode"
     SERVE = "serve"
+    PROFILE = "profile"
 
 
 class World(StrEnum):
@@ -56,6 +57,7 @@ class JobSpec:
     `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`;
     `calibration` holds `world_size` and `budget_s` for `calibrate`; `decode` is what a decode run is
     asked (planner/decode_run.py), `serve` what a serving run is (planner/serve_run.py).
+    `profile` takes a `plan` or a `decode`, and may name the folder of a `tokenizer`.
     `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
     profiler. `load_from` is a folder of saved steps, or one of them, from whose training the run
     goes on; `save_to` is the folder that its own last step is saved to (docs/checkpoints.md).
@@ -77,6 +79,7 @@ class JobSpec:
     load_from: str | None = None
     decode: Mapping[str, Any] | None = None
     serve: Mapping[str, Any] | None = None
+    tokenizer: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""
@@ -94,7 +97,7 @@ class JobSpec:
         values = {k: v for k, v in data.items() if k in known}
         values["kind"] = JobKind(values["kind"])
         values["world"] = World(values["world"])
-        for name in ("save_to", "load_from"):
+        for name in ("save_to", "load_from", "tokenizer"):
             check_folder(name, values.get(name))
         return cls(**values)
 

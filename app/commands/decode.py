@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.commands.output import (
+    InputError,
     JsonFlag,
     make_table,
     print_json,
     print_line,
     print_table,
 )
+from app.commands.profile import absolute_folder
+from app.commands.profile import report as report_profile
 from app.commands.queued import (
     decoding_model,
     decoding_world,
@@ -52,6 +55,12 @@ def decode_command(
         list[str] | None,
         typer.Option(help="static, static_compiled or none; repeat for more. static if left out."),
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Split the time by the profiler, without peers.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="With --profile: a tokenizer, whose time counts as data.")
+    ] = None,
     world: Annotated[
         str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
     ] = None,
@@ -80,14 +89,26 @@ def decode_command(
         "attention": attention or ("torch" if chosen == "cpu" else "peakmark"),
         "fused": fused,
         "graphs": graphs,
-        "peers": [] if peer == ["none"] else list(peer or ["static"]),
+        "peers": [] if profile or peer == ["none"] else list(peer or ["static"]),
     }
+    _refuse_contradictions(profile, peer, tokenizer)
     run, _ = parse_decode(asked)
-    spec = {"schema": 1, "kind": "decode", "world": chosen, "decode": run.to_dict()}
-    spec["deadline_s"] = deadline
+    kind = "profile" if profile else "decode"
+    spec = {"schema": 1, "kind": kind, "world": chosen, "decode": run.to_dict()}
+    spec |= {"deadline_s": deadline, "tokenizer": absolute_folder(tokenizer)}
     detail = run_here(spec, quiet=json)
-    report(detail, as_json=json)
+    (report_profile if profile else report)(detail, as_json=json)
     exit_unless_done(detail)
+
+
+def _refuse_contradictions(profile: bool, peer: list[str] | None, tokenizer: Path | None) -> None:
+    """Raise InputError for an option that would have no effect beside the others."""
+    if profile and peer not in (None, ["none"]):
+        sentence = "--peer is a comparison of times, which --profile does not make: leave one out."
+        raise InputError("peer", peer, "without --profile", sentence)
+    if tokenizer is not None and not profile:
+        sentence = "--tokenizer counts in a profile only: use it with --profile."
+        raise InputError("tokenizer", str(tokenizer), "with --profile", sentence)
 
 
 def report(detail: RunDetail, *, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from app.components.decode_view import show_decode
 from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
 from app.components.problems import told_in_one_sentence
+from app.components.profile_view import show_profile
 from app.components.run_table import clock, duration, show_actions, state_badge
 from app.components.serve_view import show_serving
 from app.components.timeline_view import show_measured_timeline
@@ -159,13 +160,15 @@ def _result(run: Mapping[str, Any]) -> None:
         show_decode(run)
     elif run["measured"] and run["spec"]["kind"] == "serve":
         show_serving(run)
+    elif run["measured"] and run["spec"]["kind"] == "profile":
+        show_profile(run)
     elif run["measured"]:
         for line in saved_lines(run["measured"]):
             st.text(line)
         _show_comparison(run)
     elif run["prediction"]:
         _show_prediction_only(run["prediction"])
-    if run["plan"]:
+    if run["plan"] and run["spec"]["kind"] != "profile":
         with told_in_one_sentence():
             measured = (run["measured"] or {}).get("timeline") or ()
             show_measured_timeline(run["plan"], measured, unit())

@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,40 @@ def measure_kernels(step: Callable[[], None], device: torch.device) -> dict[str,
     Adds `wall_s`, from the call to the GPU's end, and `host_s`, until the call returned; tracing
     makes both longer.
     """
-    torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    traced = trace(step, device, (ProfilerActivity.CUDA,))
+    return {"wall_s": traced.wall_s, "host_s": traced.host_s, **summarize(traced.events)}
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a profiler saw: the events of its trace, and the seconds of host and of everything."""
+
+    events: list[dict[str, Any]]
+    host_s: float
+    wall_s: float
+
+
+def trace(
+    step: Callable[[], object], device: torch.device, activities: Sequence[ProfilerActivity]
+) -> Traced:
+    """Run `step` once under the profiler, from an idle device to an idle device."""
+    _settle(device)
+    with profile(activities=activities) as profiler:
         start_s = time.perf_counter()
         step()
         host_s = time.perf_counter() - start_s
-        torch.cuda.synchronize(device)
+        _settle(device)
         wall_s = time.perf_counter() - start_s
     with tempfile.TemporaryDirectory(prefix="peakmark-trace-") as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(errors="replace"))["traceEvents"]
-    return {"wall_s": wall_s, "host_s": host_s, **summarize(events)}
+    return Traced(events, host_s, wall_s)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

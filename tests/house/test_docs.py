@@ -23,6 +23,7 @@ COMMANDS = {
     "attention",
     "decode",
     "serve",
+    "profile",
     "claims",
     "worker",
     "runs",
