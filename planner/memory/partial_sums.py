@@ -1,9 +1,12 @@
-"""The buffer in which a CUDA kernel gathers partial sums over the rows of a matrix.
+"""Buffers in which CUDA kernels gather partial sums over tokens.
 
 Gradients of biases and of norm weights are sums over tokens. Where there are many tokens, torch splits
 a column's sum over several blocks of threads, and these meet in a buffer that lives as long as the
 kernel. It depends on rows and columns by steps, so it is no product of dimensions: templates name it
 by "sum:ROWS:COLUMNS:BYTES", where ROWS and COLUMNS are products and BYTES is an element's size.
+
+The gradient of an embedding's row is a sum over the tokens that looked it up: of many tokens the kernel
+sorts them, and sums pieces of ten first.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from planner.model import ModelSpec
+from planner.workload import TrainingWorkload
+
 PREFIX = "sum"
 # Multiprocessors and the threads each runs at once: an H200's (NVIDIA H100 architecture paper).
 _MULTIPROCESSORS, _THREADS_EACH = 132, 2048
@@ -22,6 +28,9 @@ _WARP, _MOST_THREADS, _MOST_VECTOR = 32, 512, 4
 _MOST_ADDRESSED_BYTES = 2**31
 # Values that a thread adds up: it is given no fewer, and no more where blocks can share them.
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
+# Tokens up to which an embedding's backward adds without sorting, and those of a piece beyond that.
+_MOST_UNSORTED_TOKENS, _PIECE_TOKENS = 3072, 10
+_NUMBER_BYTES, _SUM_BYTES = 8, 4
 
 
 def partial_sums_name(rows: str, columns: str, element_bytes: int) -> str:
@@ -114,3 +123,21 @@ def _last_power_of_2(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     exponents = np.floor(np.log2(np.maximum(numbers, 1)))
     powers: npt.NDArray[np.int64] = 2 ** exponents.astype(np.int64)
     return powers
+
+
+def embedding_buffers(spec: ModelSpec, workload: TrainingWorkload) -> tuple[int, ...]:
+    """Bytes of what the backward of the embedding takes beside its gradient, in order; often nothing.
+
+    Sorted tokens and their places; where rows begin, how many pieces each has and which is its first;
+    two counts; where pieces begin, and their sums in fp32, as many as there can be. What CUB takes to
+    sort (some tens of KiB) is left out. Source: torch 2.11, aten/src/ATen/native/cuda/Embedding.cu
+    (embedding_dense_backward_cuda) and EmbeddingBackwardKernel.cu; peaks recorded on an H200 agree.
+    """
+    tokens = workload.micro_batch * workload.sequence_length
+    if tokens <= _MOST_UNSORTED_TOKENS:
+        return ()
+    rows = min(tokens, spec.vocab_size)
+    pieces = tokens // _PIECE_TOKENS + rows
+    numbers = (tokens, tokens, tokens, 1, rows, rows, 1, pieces)
+    sums_bytes = pieces * spec.hidden_size * _SUM_BYTES
+    return (*(count * _NUMBER_BYTES for count in numbers), sums_bytes)

@@ -17,6 +17,7 @@ from planner.memory.recorder import Block, Recorder, Served
 from planner.memory.requests import (
     ATTENTION_GRADIENTS,
     EMBEDDING_GRADIENT,
+    EMBEDDING_KERNEL,
     FIRST_PRODUCT,
     GRADIENT,
     HEAD_GRADIENT,
@@ -33,7 +34,7 @@ from planner.memory.templates import monomial_values
 from planner.model import ModelSpec
 
 NUM_STEPS = 3
-TILE_LIST = "tile list"
+TILE_LIST, EMBEDDING = "tile list", "embedding"
 Blocks = list[Block]
 
 
@@ -193,14 +194,16 @@ class ModelReplay:
         lora_rank: int = 0,
         attention_workspaces: Sequence[Sequence[int]] = (),
         tile_list_bytes: int = 0,
+        embedding_buffers: Sequence[int] = (),
     ) -> None:
         """`later_steps`: of micro-batches that find gradients where the first found none.
 
-        For the last two see `planner.memory.attention`.
+        For the last three see `planner.memory.attention` and `planner.memory.partial_sums`.
         """
         self._engine, self._allocator = engine, memory.allocator
         self._memory, self._tile_list_bytes = memory, tile_list_bytes
         self._attention_workspaces = attention_workspaces
+        self._embedding_buffers = embedding_buffers
         self._sums_in_place = sums_in_place
         self._sizes = micro_batch, sequence_length, lora_rank
         # Autograd holds the head's share of a tied weight until the embedding's has been added.
@@ -278,7 +281,9 @@ class ModelReplay:
                 if cut == GRADIENT:
                     self._tell_of_gradient(end)
                 elif cut == ATTENTION_GRADIENTS:
-                    self._pass_workspaces(layer)
+                    self._pass_buffers(layer, self._attention_workspaces[layer])
+                elif cut == EMBEDDING_KERNEL:
+                    self._pass_buffers(EMBEDDING, self._embedding_buffers)
                 elif cut != NO_CUT:
                     self._stop_at(cut, section)
             gradients = [self._tensor(request) for request in section.gradients]
@@ -286,11 +291,12 @@ class ModelReplay:
             if name == "embed":
                 engine.after_embedding()
 
-    def _pass_workspaces(self, layer: int) -> None:
+    def _pass_buffers(self, of: int | str, sizes_bytes: Sequence[int]) -> None:
+        """Take what a kernel holds while it runs, and give it back."""
         allocator, slots = self._allocator, []
-        for number, size_bytes in enumerate(self._attention_workspaces[layer]):
+        for number, size_bytes in enumerate(sizes_bytes):
             slots.append(allocator.new_slots(1))
-            allocator.take_of_batch(slots[-1], size_bytes, (layer, number))
+            allocator.take_of_batch(slots[-1], size_bytes, (of, number))
         for slot in slots:
             allocator.give(slot)
 

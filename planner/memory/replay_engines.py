@@ -15,8 +15,10 @@ from planner.memory.beside import one_stage_beside
 from planner.memory.fsdp2 import casts_to_reduce
 from planner.memory.offload import OffloadedReplay
 from planner.memory.overheads import workspace_bytes
+from planner.memory.partial_sums import embedding_buffers
 from planner.memory.recorder import Program
 from planner.memory.replay import (
+    EMBEDDING,
     TILE_LIST,
     EngineReplay,
     Memory,
@@ -67,15 +69,17 @@ def replay_training(
         return _replay_part(spec, workload, parallelism, template, hardware, capacity_bytes, flying)
     workspaces = attention_workspaces(spec, workload, hardware)
     tiles_bytes = tile_list_bytes(spec, workload, hardware)
+    buffers = embedding_buffers(spec, workload)
     known = _known_steps(
         *(spec, replace(workload, micro_batch=1, sequence_length=1), parallelism, template),
-        *(workspace_bytes(hardware), tuple(map(len, workspaces)), tiles_bytes > 0),
+        *(workspace_bytes(hardware), tuple(map(len, workspaces)), tiles_bytes > 0, len(buffers)),
     )
     if not known:
         known.append(_record(spec, workload, parallelism, template, hardware))
     taken: dict[Any, int] = {
         **token_bytes(workload),
         **{(at, i): size for at, sizes in enumerate(workspaces) for i, size in enumerate(sizes)},
+        **{(EMBEDDING, i): size for i, size in enumerate(buffers)},
         TILE_LIST: tiles_bytes,
     }
     served = (
@@ -108,6 +112,7 @@ def _known_steps(
     workspaces_bytes: int,
     workspaces: tuple[int, ...],
     has_tile_list: bool,
+    num_embedding_buffers: int,
 ) -> list[_Steps]:
     """Where the steps of a plan are, once they are recorded.
 
@@ -190,6 +195,7 @@ def build_replay(
         later_steps=load_steps(template, "added") if _adds_to_whole(*plan) else None,
         attention_workspaces=attention_workspaces(spec, workload, hardware),
         tile_list_bytes=tile_list_bytes(spec, workload, hardware),
+        embedding_buffers=embedding_buffers(spec, workload),
     )
     return model, engine
 

@@ -26,6 +26,8 @@ LOSS_IS_BEHIND = len(MARKS) + 3
 GRADIENT = LOSS_IS_BEHIND + 1
 # Behind the gradients of a fused attention's queries, keys and values.
 ATTENTION_GRADIENTS = GRADIENT + 1
+# While the kernel runs that sums the rows of the embedding's gradient.
+EMBEDDING_KERNEL = ATTENTION_GRADIENTS + 1
 NO_CUT = -1
 _GRADIENTS = COMPONENTS.index("gradients")
 Integers = npt.NDArray[np.int64]
@@ -148,7 +150,7 @@ class _Builder:
         stops = self._stops_at_gradients and place.section.endswith("_backward")
         weight_gradients: set[int] = set()
         attention = self._attention_slot(place)
-        for row in self._sequence.rows(place):
+        for row in self._rows(place):
             cuts: list[int] = []
             if len(row) == 1:
                 cuts = [row[0]]
@@ -171,6 +173,7 @@ class _Builder:
                     weight_gradients.add(slot)
                 cuts = [cut for cut, behind in self._cut_slots.items() if behind == slot]
                 self._request_of |= dict.fromkeys(cuts, len(requests))
+                cuts = [EMBEDDING_KERNEL if c == EMBEDDING_GRADIENT else c for c in cuts]
                 cuts += [ATTENTION_GRADIENTS] if slot == attention else []
                 requests.append((slot, kind, row[0]))
                 slot += 1
@@ -179,6 +182,31 @@ class _Builder:
                 first = len(requests)
         stretches.append((first, len(requests), NO_CUT))
         return Section(place, tuple(stretches), tuple(gradients.values()))
+
+    def _rows(self, place: Place) -> Sequence[Row]:
+        """The rows of a section; in the embedding's backward with the cut behind its kernel.
+
+        The gradient that the kernel reads goes with it, before autograd does anything with the
+        result (torch/csrc/autograd/engine.cpp, call_function; seen so in recorded timelines). A trace
+        may hold on to it.
+        """
+        rows, slot = self._sequence.rows(place), self._cut_slots.get(EMBEDDING_GRADIENT)
+        if place.section != "embed_backward" or slot is None:
+            return rows
+        number = slot - self._first_slot[place]
+        behind = [at for at, row in enumerate(rows, start=1) if len(row) == 3][number]
+        read = [row for row in rows[behind:] if self._is_read(place, row)]
+        left = [row for row in rows[behind:] if row not in read]
+        return [*rows[:behind], *read, [EMBEDDING_GRADIENT], *left]
+
+    def _is_read(self, place: Place, row: Row) -> bool:
+        """Whether a row of a section releases another section's tensors, none of them a scalar."""
+        if len(row) != 2:
+            return False
+        names = self._sequence.steps.monomials
+        released = list(self._sequence.released(place, row))
+        others = [allocations(self._sequence.rows(at))[n] for at, n in released if at != place]
+        return len(others) == len(released) > 0 and all(names[other[1]] for other in others)
 
     def _attention_slot(self, place: Place) -> int | None:
         """The slot of the last gradient of a layer's fused attention, if it is to be known."""

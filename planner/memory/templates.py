@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
@@ -42,6 +42,8 @@ Floats = npt.NDArray[np.float64]
 WIDTH = "width"
 # Families of which every model has its key-value heads in the same proportion to its query heads.
 ONE_GROUPING = ("gpt2", "gpt_neox", "opt", "falcon", "deepseek_v2", "deepseek_v3")
+# What the name of an attention ends in that was traced with a batch of one row.
+ONE_ROW = "_single"
 # Families whose small models have one key-value head: expanding it to all heads copies nothing.
 ONE_KEY_VALUE_HEAD = ("gemma3_text",)
 
@@ -105,10 +107,14 @@ def _family_file(family: str) -> Mapping[str, Any]:
 
 
 def with_parts(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Put the parts of templates in their place: a family's file holds equal ones once."""
+    """Put parts of templates and rows of sections in their place: a file holds equal ones once."""
     if "parts" not in data:
         return data
-    parts = data["parts"]
+    parts, rows = data["parts"], data["rows"]
+    sections = [
+        section if isinstance(section, dict) else [rows[number] for number in section]
+        for section in data["sections"]
+    ]
     templates = {
         key: {
             kinds: {name: parts[number] for name, number in index.items()}
@@ -116,13 +122,20 @@ def with_parts(data: Mapping[str, Any]) -> Mapping[str, Any]:
         }
         for key, by_kinds in data["templates"].items()
     }
-    return {**data, "templates": templates}
+    return {**data, "sections": sections, "templates": templates}
 
 
 def has_template(template: Traced) -> bool:
     """Whether this variant of a family's training step has been traced, for any layers."""
     family = template.family
     return has_templates(family) and template.key in _family_file(family)["templates"]
+
+
+def _has_kinds(template: Traced) -> bool:
+    """Whether this variant has been traced for these kinds of layers."""
+    if not has_template(template):
+        return False
+    return kind_set(template.kinds) in _family_file(template.family)["templates"][template.key]
 
 
 @cache
@@ -140,23 +153,28 @@ def template_versions(family: str) -> dict[str, str]:
 
 
 def traced(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) -> Traced:
-    """The template that a workload runs at a sequence length; `mixed` computes in bf16."""
+    """The template that a workload runs at a sequence length; `mixed` computes in bf16.
+
+    A batch of one row has its own where that was traced. Products of eager attention take its heads
+    as they lie and copy those of several rows: copies that no peak has, but other blocks for what
+    comes after them. Where one head serves all, expanding it to them copies nothing either.
+    """
     mixed = workload.precision is Precision.MIXED
     compute = "bf16" if mixed else str(workload.precision)
     if spec.trace is not None:
         return _traced_by_itself(spec, workload, compute, sequence_length)
     kinds = layer_kinds(spec, workload, sequence_length)
     attention = attention_variant(spec, workload, compute, kinds)
-    attention += layout_suffix(spec, attention, workload.micro_batch)
-    parts = [attention, compute, str(workload.checkpointing)]
+    parts = [compute, str(workload.checkpointing)]
     if workload.loss is not Loss.HF:
         parts.append(str(workload.loss))
     if workload.lora_rank:
         base = f"_{workload.base_dtype}" if workload.base_dtype is BaseDtype.NF4 else ""
         parts.append(f"lora_{workload.lora_targets}{base}")
-    template = Traced(spec.family, "/".join(parts), kinds)
-    older = replace(template, family=OLDER + spec.family)
-    return older if spec.masks_experts and has_template(older) else template
+    families = (OLDER + spec.family, spec.family) if spec.masks_experts else (spec.family,)
+    names = (attention + ONE_ROW, attention) if workload.micro_batch == 1 else (attention,)
+    found = [Traced(f, "/".join((name, *parts)), kinds) for f in families for name in names]
+    return next(filter(_has_kinds, found), found[-1])
 
 
 def _traced_by_itself(
@@ -185,31 +203,20 @@ def attention_variant(
 
     Eager attention, and SDPA with the mask of a sliding window or of packed rows, copy K and V
     unless every query head has its own. In fp32, SDPA has no fused kernel for grouped heads and
-    keeps the scores.
+    keeps the scores. DeepSeek's small models project queries in one step.
     """
     attention = str(workload.attention)
+    is_direct = spec.latent is not None and spec.latent.q_rank is None
     masked = attention == "sdpa" and any(SLIDING in kind for kind in kinds)
     told_apart = attention == "eager" or masked or (attention, compute) == ("sdpa", "fp32")
     if workload.packed:
         attention, told_apart = f"{attention}_packed", True
     if not told_apart or spec.family in ONE_GROUPING:
-        return attention
+        return attention + "_direct" if is_direct else attention
     if spec.num_heads == spec.num_kv_heads:
         return attention + "_mha"
     one_head = spec.num_kv_heads == 1 and spec.family in ONE_KEY_VALUE_HEAD
     return attention + "_mqa" if one_head else attention
-
-
-def layout_suffix(spec: ModelSpec, attention: str, micro_batch: int) -> str:
-    """What a traced attention variant's name ends in for the layouts of single families.
-
-    Falcon's one key-value head serves all heads: expanding it copies, except for a batch of one
-    row. So do the products of eager attention with the one head that Gemma 3's smallest models have.
-    DeepSeek's small models project queries in one step.
-    """
-    if micro_batch == 1 and (spec.family == "falcon" or attention == "eager_mqa"):
-        return "_single"
-    return "_direct" if spec.latent is not None and spec.latent.q_rank is None else ""
 
 
 @lru_cache(maxsize=512)

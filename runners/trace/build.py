@@ -79,8 +79,8 @@ def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: P
 
 
 def _with_each_part_once(data: Mapping[str, Any]) -> str:
-    """Return a template file's JSON in which templates name their parts by number."""
-    pool = _Pool()
+    """Return a template file's JSON in which templates name parts, and sections rows, by number."""
+    pool, lines_of = _Pool(), _Pool()
     index = {
         key: {
             kinds: {name: pool.add(part) for name, part in parts.items()}
@@ -88,10 +88,16 @@ def _with_each_part_once(data: Mapping[str, Any]) -> str:
         }
         for key, by_kinds in data["templates"].items()
     }
-    whole = {**data, "parts": list(map(json.loads, pool.items)), "templates": index}
-    values = {name: value for name, value in whole.items() if isinstance(value, str)}
-    lines = [json.dumps(values)[1:-1], f'"monomials": {_compact(whole["monomials"])}']
-    for name in ("sections", "parts"):
+    sections = [
+        section if isinstance(section, dict) else [lines_of.add(row) for row in section]
+        for section in data["sections"]
+    ]
+    tables = {"rows": lines_of, "parts": pool}
+    whole = {name: list(map(json.loads, table.items)) for name, table in tables.items()}
+    whole |= {"sections": sections}
+    values = {name: value for name, value in data.items() if isinstance(value, str)}
+    lines = [json.dumps(values)[1:-1], f'"monomials": {_compact(data["monomials"])}']
+    for name in ("rows", "sections", "parts"):
         rows = ",\n".join(map(_compact, whole[name]))
         lines.append(f'"{name}": [\n{rows}\n]')
     rows = ",\n".join(f"{_compact(key)}: {_compact(value)}" for key, value in index.items())

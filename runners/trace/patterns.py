@@ -111,8 +111,9 @@ def traced_patterns(variant: Variant) -> list[Pattern]:
     if variant.loss != "hf":  # it changes nothing in a layer, and is grafted onto other patterns
         whole = base if variant.checkpointing == "none" else with_trait(base, CHECKPOINTED)
         return homogeneous(whole)
-    # Adapters are for whole models, and so are packed rows: fewer patterns do.
-    is_first = not (variant.adapters or variant.is_packed)
+    # Adapters are for whole models, and so are packed rows; a batch of one row is much like several:
+    # fewer patterns do.
+    is_first = not (variant.adapters or variant.is_packed or variant.differs_little)
     patterns = homogeneous(base)
     if family in DENSE_FIRST:
         patterns += [*one_change(PLAIN, base), *homogeneous(PLAIN)]

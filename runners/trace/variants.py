@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.memory.templates import ONE_GROUPING
+from planner.memory.templates import ONE_GROUPING, ONE_ROW
 from runners.trace.standins import TRITON_NAME
 from runners.trace.symbols import PRIMES
 
@@ -35,10 +36,12 @@ PACKED = ("llama", "mistral", "qwen2", "qwen3")
 # (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`): without
 # autocast, and under it, where a trace takes the longest.
 OUTDATED = (
-    *("phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "falcon"),
+    *("gemma2", "gemma3_text", "gpt_neox", "opt", "falcon"),
     *("gpt_oss", "deepseek_v2", "deepseek_v3"),
 )
 OUTDATED_UNDER_AUTOCAST = tuple(family for family in FAMILIES if family != "qwen2")
+# Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
+ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {"llama": ("bf16",), "qwen3": ("bf16",)}
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
 COMPUTES = ("bf16", "fp32", "autocast")
@@ -53,8 +56,8 @@ class Variant:
 
     family: str
     attention: str  # eager, sdpa or triton; "_mha": no grouped heads; "_mqa": one for all
-    # "_single": a batch of one row; "_direct": queries of latent attention projected in one step;
-    # "_packed": rows of several documents
+    # "_direct": queries of latent attention projected in one step; "_packed": rows of several
+    # documents; "_single", the last: a batch of one row
     compute: str  # bf16, fp32 or autocast
     checkpointing: str  # none, full or selective
     loss: str = "hf"  # or chunked, fused_linear
@@ -89,8 +92,14 @@ class Variant:
 
     @property
     def batch(self) -> int:
-        """Rows of the traced batch; where one head serves all, one row needs no copies of it."""
-        return 1 if "_single" in self.attention else PRIMES["batch"]
+        """Rows of the traced batch: one row's heads need no copies to be multiplied."""
+        return 1 if self.attention.endswith(ONE_ROW) else PRIMES["batch"]
+
+    @property
+    def differs_little(self) -> bool:
+        """Whether a batch of one row lacks only copies of several rows' heads (see `traced`)."""
+        has_one_head = self.family == "falcon" or "_mqa" in self.attention
+        return self.attention.endswith(ONE_ROW) and not has_one_head
 
 
 def _attentions(family: str) -> list[str]:
@@ -114,15 +123,24 @@ def _attentions(family: str) -> list[str]:
     return attentions
 
 
+def _of_one_row(family: str, attentions: Sequence[str]) -> list[tuple[str, str]]:
+    """Eager attention of a batch of one row, where that is not there already, by compute dtype."""
+    eager = [name for name in attentions if name.startswith("eager") and ONE_ROW not in name]
+    names = [name + ONE_ROW for name in eager if name + ONE_ROW not in attentions]
+    return [(name, compute) for name in names for compute in ONE_ROW_COMPUTES.get(family, ())]
+
+
 def variants(family: str) -> list[Variant]:
     """Every variant of a family whose tensors differ from the others'."""
     attentions = _attentions(family)
-    kinds = [(a, compute) for a in attentions for compute in COMPUTES]
+    one_row = _of_one_row(family, attentions)
+    kinds = [(a, compute) for a in attentions for compute in COMPUTES] + one_row
     if "sdpa" in attentions and family not in (*ONE_GROUPING, *WINDOWED, "gemma3_text"):
         kinds.append(("sdpa_mha", "fp32"))  # grouped heads have no fused fp32 kernel
     # Of selective checkpointing, fewer layouts are traced. GPT-OSS adds its biases to the experts'
     # products in place, and torch refuses to reuse a saved tensor that has been written to.
-    kept = [kind for kind in kinds if kind[0] in _SELECTIVE and family != "gpt_oss"]
+    kept = [] if family == "gpt_oss" else [kind for kind in kinds if kind[0] in _SELECTIVE]
+    kept += [kind for kind in one_row if kept and kind[0].removesuffix(ONE_ROW) in _SELECTIVE]
     selective = [(*kind, "selective") for kind in kept]
     modes = [(*kind, checkpointing) for kind in kinds for checkpointing in ("none", "full")]
     packed = [(*kind, ckpt) for kind in _packed_kinds(family) for ckpt in ("none", "full")]
@@ -133,12 +151,9 @@ def _packed_kinds(family: str) -> list[tuple[str, str]]:
     """Attention and compute dtype of the variants with packed rows: their mask copies K and V."""
     if family not in PACKED:
         return []
-    return [
-        (f"{attention}_packed{heads}", compute)
-        for attention in ("eager", "sdpa")
-        for heads in ("", "_mha")
-        for compute in ("bf16", "autocast")
-    ]
+    several = [f"{kernel}_packed{heads}" for kernel in ("eager", "sdpa") for heads in ("", "_mha")]
+    kinds = [(attention, compute) for attention in several for compute in ("bf16", "autocast")]
+    return kinds + _of_one_row(family, several)
 
 
 def adapter_variants(family: str) -> list[Variant]:

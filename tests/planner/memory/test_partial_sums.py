@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from planner.memory.partial_sums import (
+    embedding_buffers,
     is_partial_sums,
     partial_sums,
     partial_sums_name,
     partial_sums_value,
 )
+from planner.presets import resolve_model
+from planner.workload import TrainingWorkload
 
 MIB = 2**20
 
@@ -60,3 +63,14 @@ def test_a_grid_of_batches_and_lengths_is_evaluated_at_once() -> None:
     lengths = np.array([600.0, 2048.0, 65536.0])
     values = partial_sums_value(name, {"batch": 1.0, "seq": lengths, "half_head_dim": 64.0})
     assert values.tolist() == [int(partial_sums(n, 128, 2)) for n in (600, 2048, 65536)]
+
+
+def test_an_embedding_s_backward_sorts_its_tokens_and_sums_pieces_of_ten() -> None:
+    spec = resolve_model("meta-llama/Llama-3.2-1B")
+    found = embedding_buffers(spec, TrainingWorkload(micro_batch=2, sequence_length=2048))
+    tokens = 8 * 4096
+    # At the most every token is another row, and 4096 / 10 rows have a piece more.
+    assert found == (tokens, tokens, tokens, 8, tokens, tokens, 8, 8 * 4505, 4 * 4505 * 2048)
+    many = embedding_buffers(spec, TrainingWorkload(micro_batch=100, sequence_length=2048))
+    assert many[-1] == 4 * (20480 + 128_256) * 2048
+    assert embedding_buffers(spec, TrainingWorkload(sequence_length=3072)) == ()

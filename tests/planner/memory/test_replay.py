@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from planner.as_run import as_run
 from planner.errors import PlanError
 from planner.memory.offload import OffloadedReplay
 from planner.memory.replay import EngineReplay
@@ -55,6 +56,34 @@ def test_untied_models_come_out_within_a_segment_or_two() -> None:
         assert memory.allocated_bytes == pytest.approx(seen["allocated_bytes"], rel=1e-3)
         reserved_bytes = memory.overheads.reserved_bytes
         assert reserved_bytes == pytest.approx(seen["reserved_bytes"], rel=0.021)
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "packed"),
+    [
+        ("h200-late-gather.jsonl", "Qwen/Qwen3-1.7B", True),
+        ("h200-overlapped.jsonl", "meta-llama/Llama-2-7b-hf", False),
+    ],
+)
+def test_eager_attention_of_one_row_reserves_what_a_gpu_did(
+    file: str, model: str, packed: bool
+) -> None:
+    """To the byte: heads of one row are not copied, and all that comes after lies elsewhere."""
+    rows = [json.loads(line) for line in (ROOT / "recorded" / file).read_text().splitlines()]
+    wanted = {"attention": "eager", "micro_batch": 1, "precision": "mixed"}
+    wanted |= {"packed": True} if packed else {}
+    found = 0
+    for row in rows:
+        plan = row["spec"]["plan"] if row["kind"] == "train_step" else {"model": {}}
+        if plan["model"].get("preset") != model or row["outcome"] != "done":
+            continue
+        if not wanted.items() <= plan["workload"].items():
+            continue
+        run, found = as_run(parse_plan(plan), row["environment"]), found + 1
+        assert isinstance(run.workload, TrainingWorkload)
+        memory = training_memory(run.model, run.workload, run.parallelism, run.hardware)
+        assert memory.overheads.reserved_bytes == row["measured"]["reserved_bytes"]
+    assert found
 
 
 def test_rounding_is_a_part_of_the_peak_and_a_row_of_the_ledger() -> None:

@@ -10,7 +10,7 @@ from planner.config_input import spec_from_config
 from planner.errors import PlanError
 from planner.memory.groups import Place
 from planner.memory.kinds import CHECKPOINTED, FROZEN, PLAIN, SLIDING
-from planner.memory.sections import COMPONENTS
+from planner.memory.sections import COMPONENTS, allocations
 from planner.memory.templates import (
     Floats,
     Moments,
@@ -187,8 +187,8 @@ def test_a_window_masks_sdpa_once_the_sequence_reaches_it(
     assert template == Traced("mistral", f"{attention}/bf16/none", (kind,) * 32)
 
 
-def variant(model: str, attention: Attention, precision: Precision) -> str:
-    workload = TrainingWorkload(attention=attention, precision=precision)
+def variant(model: str, attention: Attention, precision: Precision, rows: int = 2) -> str:
+    workload = TrainingWorkload(attention=attention, precision=precision, micro_batch=rows)
     return traced(resolve_model(model), workload, 512).key.split("/")[0]
 
 
@@ -197,6 +197,35 @@ def test_models_without_grouped_heads_have_their_own_variants() -> None:
     assert variant(llama2, Attention.EAGER, Precision.BF16) == "eager_mha"
     assert variant(llama2, Attention.SDPA, Precision.FP32) == "sdpa_mha"
     assert variant(llama2, Attention.SDPA, Precision.BF16) == "sdpa"
+
+
+def test_eager_attention_of_one_row_is_traced_by_itself() -> None:
+    """Where it was: else the trace of several rows stands for it."""
+    llama2, eager = "meta-llama/Llama-2-7b-hf", Attention.EAGER
+    assert variant(llama2, eager, Precision.MIXED, rows=1) == "eager_mha_single"
+    assert variant(llama2, eager, Precision.FP32, rows=1) == "eager_mha"
+    assert variant(llama2, Attention.SDPA, Precision.MIXED, rows=1) == "sdpa"
+
+
+def test_eager_attention_of_one_row_copies_no_head_as_the_real_product() -> None:
+    """Its template's layer has the copies of queries, keys and values fewer that torch makes."""
+    spec = resolve_model("meta-llama/Llama-2-7b-hf", {"num_hidden_layers": 3})
+    made = {}
+    for rows in (1, 2):
+        workload = TrainingWorkload(
+            attention=Attention.EAGER, micro_batch=rows, sequence_length=512
+        )
+        sequence = load_steps(traced(spec, workload, 512), "kept")
+        values = monomial_values(spec, sequence.steps.monomials, rows, 512)
+        layer = allocations(sequence.rows(Place("layer", 1)))
+        made[rows] = sum(values[row[1]] * row[2] == 2 * rows * 512 * 4096 for row in layer)
+    heads = {rows: torch.empty(rows, 512, 32, 128).transpose(1, 2) for rows in (1, 2)}
+    copies = {
+        rows: head.reshape(-1, 512, 128).data_ptr() != head.data_ptr()
+        for rows, head in heads.items()
+    }
+    assert copies == {1: False, 2: True}
+    assert made[2] - made[1] == 3
 
 
 def test_gpt2_is_never_told_apart_by_grouping() -> None:
