@@ -13,6 +13,7 @@ import streamlit as st
 from app.accuracy_job import AccuracyJob
 from app.engine_stages import possible_stages
 from app.plan_words import checkpointing_words, split_words, variant_words
+from app.predictions import prediction_here
 from app.proof import job_spec
 from db import repository
 from db.database import Database, resolve_url
@@ -145,12 +146,7 @@ def _canonical(plan: Plan) -> str:
 
 def prediction_of(plan: Plan) -> dict[str, Any]:
     """Return the prediction of a plan as plain data, kept per plan."""
-    return _prediction(plan_hash(plan), _canonical(plan))
-
-
-@st.cache_data(max_entries=500, show_spinner=False)
-def _prediction(digest: str, _plan_text: str) -> dict[str, Any]:
-    return predict(parse_plan(json.loads(_plan_text))).to_dict()
+    return prediction_here(plan, database)
 
 
 def timeline_of(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +192,7 @@ def attention_curves(plan: Plan) -> dict[str, list[dict[str, int]]]:
 def _attention_curves(digest: str, _plan_text: str) -> dict[str, list[dict[str, int]]]:
     document = json.loads(_plan_text)
     lengths = sorted({*CURVE_LENGTHS, document["workload"]["sequence_length"]})
-    share = _segment_share(_prediction(digest, _plan_text)["memory"])
+    share = _segment_share(prediction_of(parse_plan(document))["memory"])
     curves = {
         kernel: [
             point for length in lengths if (point := _curve_point(document, kernel, length, share))

@@ -19,6 +19,7 @@ from planner.model import ModelSpec
 from planner.offload import offload_notes
 from planner.plan import Plan
 from planner.serving.memory import serving_memory
+from planner.speed.own import OwnCalibration
 from planner.throughput import Throughput, training_throughput
 from planner.verdict import Verdict, judge
 from planner.workload import TrainingWorkload
@@ -92,11 +93,14 @@ def _interval(plan: Plan, workload: TrainingWorkload, device_bytes: int) -> Inte
 
 
 def _predict_training(
-    plan: Plan, workload: TrainingWorkload, segment_share: float | None
+    plan: Plan,
+    workload: TrainingWorkload,
+    segment_share: float | None,
+    own: OwnCalibration | None,
 ) -> Prediction:
     step = step_memory(plan.model, workload, plan.parallelism, plan.hardware, segment_share)
     memory = step.to_dict()
-    speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware)
+    speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware, own)
     # No plan that splits the model was measured, so history says nothing of one.
     unknown = is_split(plan.parallelism)
     interval = None if unknown else _interval(plan, workload, memory["device_bytes"])
@@ -120,16 +124,19 @@ def _predict_training(
     )
 
 
-def predict(plan: Plan, *, segment_share: float | None = None) -> Prediction:
+def predict(
+    plan: Plan, *, segment_share: float | None = None, own: OwnCalibration | None = None
+) -> Prediction:
     """Return the prediction for a plan; raises PlanError where the hardware lacks a needed rate.
 
     A training plan's allocator is replayed (see `planner.bench` for the time), unless `segment_share` gives
-    its segments as a share of the allocated peak, for plans that vary one that was replayed.
+    its segments as a share of the allocated peak, for plans that vary one that was replayed. Its step is
+    timed at the rates of the calibration `own` where that is of the plan's GPU.
     A serving plan is judged against the share of memory that `utilization` allows.
     """
     workload = plan.workload
     if isinstance(workload, TrainingWorkload):
-        return _predict_training(plan, workload, segment_share)
+        return _predict_training(plan, workload, segment_share, own)
     replicas = plan.parallelism.world_size
     memory = serving_memory(plan.model, workload, plan.hardware.visible_bytes)
     speed = decode_throughput(plan.model, workload, plan.hardware, replicas)

@@ -18,6 +18,8 @@ from planner.offload import host_step
 from planner.operations import Cost, Numbers, model_flops
 from planner.speed.calibrated import rates_of
 from planner.speed.gpu_time import Part
+from planner.speed.own import OwnCalibration
+from planner.speed.rates import Rates
 from planner.speed.step import PHASES, Step, micro_batch, training_step
 from planner.workload import Parallelism, Precision, TrainingWorkload, flat_dict
 
@@ -124,17 +126,21 @@ def main_bound(operations: Sequence[OperationTime], communication_s: float) -> s
 
 
 def training_throughput(
-    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    gpu: Gpu,
+    own: OwnCalibration | None = None,
 ) -> Throughput:
-    """Return the speed of one optimizer step.
+    """Return the speed of one optimizer step, at the rates of the calibration `own` if it is of this GPU.
 
     A pipeline goes at the pace of its slowest stage, whose operations these are.
     """
     peak, note = peak_flop_s(gpu, compute_dtype(workload.precision))
-    rates, gpus = rates_of(gpu), group_size(parallelism)
+    rates, gpus = rates_of(gpu, own), group_size(parallelism)
     step, extra = max(
         (
-            _stage(part, workload, parallelism, gpu)
+            _stage(part, workload, parallelism, gpu, rates)
             for part in dict.fromkeys(stage_specs(spec, parallelism))
         ),
         key=lambda found: float(found[0].step_time_s) + sum(op.time_s for op in found[1]),
@@ -166,10 +172,10 @@ def training_throughput(
 
 
 def _stage(
-    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+    part: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu, rates: Rates
 ) -> tuple[Step, list[OperationTime]]:
     """Return the step of one pipeline stage, and what it takes besides: waits, its group, the host."""
-    step = training_step(part, workload, parallelism, rates_of(gpu))
+    step = training_step(part, workload, parallelism, rates)
     worked_s = float(step.step_time_s) - float(step.phase_s("optimizer"))
     extra = [_waiting("pipeline.bubble", worked_s * _bubble(parallelism, workload), "pipeline")]
     sent_s = sum(float(c.time_s) for c in _group_sent(part, workload, parallelism, gpu))
@@ -199,23 +205,28 @@ def _bubble(parallelism: Parallelism, workload: TrainingWorkload) -> float:
 
 def _operations(step: Step) -> list[OperationTime]:
     """Return what the step's time goes to: kinds of operations, exposed collectives, the host."""
-    merged: dict[str, OperationTime] = {}
+    merged: dict[tuple[str, str], list[float]] = {}
     for part in step.parts:
-        name = f"{part.phase}.{part.name}"
-        known = merged.get(name)
-        merged[name] = OperationTime(
-            name=name,
-            flops=float(part.flops) + (known.flops if known else 0.0),
-            bytes=float(part.bytes) + (known.bytes if known else 0.0),
-            time_s=float(part.time_s) + (known.time_s if known else 0.0),
-            bound="compute" if part.name in _COMPUTE else "hbm",
+        seen = merged.setdefault((part.phase, part.name), [0.0, 0.0, 0.0])
+        seen[0] += part.flops
+        seen[1] += part.bytes
+        seen[2] += part.time_s
+    computed = [
+        OperationTime(
+            name=f"{phase}.{name}",
+            flops=float(flops),
+            bytes=float(moved),
+            time_s=float(time_s),
+            bound="compute" if name in _COMPUTE else "hbm",
         )
+        for (phase, name), (flops, moved, time_s) in merged.items()
+    ]
     exposed = [
         _waiting(f"{name}.collectives", float(step.exposed_s[name]), "interconnect")
         for name in PHASES
     ]
     waited_s = float(step.step_time_s) - float(step.gpu_step_s)
-    every = [*merged.values(), *exposed, _waiting("host.waiting", waited_s, "host")]
+    every = [*computed, *exposed, _waiting("host.waiting", waited_s, "host")]
     return [operation for operation in every if operation.time_s]
 
 

@@ -91,25 +91,28 @@ def _parts(listed: Products | Streams, flops: Any, moved: Any, time_s: Any) -> l
     """Sum up operations [operations, *shape] by the parts of a step that run them."""
     counts = listed.counts
     sums = [_summed(counts, values) for values in (moved, time_s)]
-    computed = np.zeros_like(sums[1]) if flops is None else _summed(counts, flops)
+    computed = [0.0] * len(counts) if flops is None else _summed(counts, flops)
+    launches = counts.sum(axis=1).tolist()
     return [
         Part(
-            PHASES[phase],
-            name,
-            computed[i],
-            sums[0][i],
-            float(launches),
-            sums[1][i],
-            SECTIONS.get(name),
+            phase=PHASES[phase],
+            name=name,
+            flops=f,
+            bytes=m,
+            launches=n,
+            time_s=t,
+            section=SECTIONS.get(name),
         )
-        for i, ((phase, name), launches) in enumerate(
-            zip(listed.parts, counts.sum(axis=1), strict=True)
+        for (phase, name), f, m, n, t in zip(
+            listed.parts, computed, sums[0], launches, sums[1], strict=True
         )
     ]
 
 
 def _summed(counts: Any, values: Any) -> Any:
-    """[parts, operations] x [operations, *shape]."""
+    """[parts, operations] x [operations, *shape]; plain numbers where there is no shape."""
+    if values.ndim == 1:
+        return (counts @ values).tolist()
     flat = values.reshape(len(values), -1)
     return (counts @ flat).reshape((len(counts), *values.shape[1:]))
 
@@ -133,6 +136,8 @@ def _attention_parts(
         else:
             time_s = rates.attention_s(kind, b * spec.num_heads, s, head_dim, flops)
         time_s = time_s + rates.gap_s
+        if isinstance(time_s, float):
+            time_s = float(time_s)  # of Python, which adds faster than NumPy's
         width = 2 * (spec.query_size + spec.kv_size) * (2 if row == "attention_backward" else 1)
         moved = b * s * width * 2.0
         out.append(

@@ -7,7 +7,8 @@ what an H200 reaches of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import exp, log2
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ Floats = NDArray[np.float64]
 _SMALLEST_KERNEL_S = 2e-6
 # Two layouts of a product are as far apart as a factor of 1.4 in one of its sizes; a point that is hit
 # exactly counts 400 times one at a factor of 2.
-_LAYOUT_DISTANCE, _NEAR_DISTANCE, _POWER = 0.25, 0.05, 2.0
+_LAYOUT_DISTANCE, _NEAR_DISTANCE = 0.25, 0.05
 _LAYOUTS = ("nt", "nn", "tn", "tt")
 # Stream times are kept at powers of sqrt(2) bytes, from 256 bytes to 16 TiB.
 _FIRST_LOG2, _STEPS_PER_LOG2, _COLUMNS = 8, 2, 74
@@ -115,10 +116,11 @@ class Rates:
         `rows` are sequences times heads. Blocks of queries fill whole waves of multiprocessors.
         """
         points = self.attention.get(kind) or self.attention["attention_forward_sdpa"]
-        place = np.stack(np.broadcast_arrays(np.log2(length), np.log2(head_dim)), axis=-1)
-        distance = np.square(place[..., None, :] - points.sizes).sum(-1) + _NEAR_DISTANCE
-        weights = distance**-_POWER
-        rate = np.exp((weights * points.rates).sum(-1) / weights.sum(-1))
+        lengths, head_dims = points.sizes.T
+        distance = np.square(np.asarray(np.log2(length))[..., None] - lengths)
+        distance += np.square(log2(head_dim) - head_dims) + _NEAR_DISTANCE
+        weights = 1.0 / np.square(distance)
+        rate = np.exp(weights @ points.rates / weights.sum(-1))
         waves = np.ceil(length / _ATTENTION_ROWS) * rows / self.multiprocessors
         return 2 * _SMALLEST_KERNEL_S + flops / rate * np.ceil(waves) / waves
 
@@ -129,10 +131,13 @@ class Rates:
         network has `network_share` of the rate within it. A broadcast counts as a gather.
         """
         sizes, times = self.collectives.get(operation) or self.collectives["all_gather"]
-        several = np.maximum(np.asarray(ranks, dtype=np.float64), 2.0)
-        place = np.log(np.maximum(size_bytes * 2.0 * (several - 1) / several, 1.0))
-        inside = np.exp(np.interp(place, sizes, times)) * np.maximum(1.0, np.exp(place - sizes[-1]))
-        return inside / np.where(several > self.gpus_per_node, self.network_share, 1.0)
+        several = larger(ranks * 1.0, 2.0)
+        place = np.log(larger(size_bytes * 2.0 * (several - 1) / several, 1.0))
+        inside = np.exp(np.interp(place, sizes, times) + larger(0.0, place - sizes[-1]))
+        beyond = several > self.gpus_per_node
+        if isinstance(beyond, bool):
+            return float(inside / self.network_share if beyond else inside)
+        return inside / np.where(beyond, self.network_share, 1.0)
 
     def alone_s(self, operation: str, size_bytes: Any, ranks: Any) -> Any:
         """Return what a rank alone takes in the place of a collective: it fills its result."""
@@ -142,19 +147,33 @@ class Rates:
         return self.stream_s(stream_number("unary", "fp32"), moved * size_bytes)
 
 
+def larger(first: Any, second: Any) -> Any:
+    """Return the larger of two, element by element; of two numbers without NumPy, which takes longer."""
+    if isinstance(first, float) and isinstance(second, float):
+        return max(first, second)
+    return np.maximum(first, second)
+
+
 def _along_curves(table: Floats, kinds: Any, size_bytes: Any) -> Any:
-    place = (np.log2(np.maximum(size_bytes, 256.0)) - _FIRST_LOG2) * _STEPS_PER_LOG2
-    column = np.minimum(place.astype(np.int64), _COLUMNS - 2)
-    low = table[kinds, column]
-    return np.exp(low + (table[kinds, column + 1] - low) * (place - column))
+    if isinstance(size_bytes, float):
+        place = (log2(max(size_bytes, 256.0)) - _FIRST_LOG2) * _STEPS_PER_LOG2
+        column = min(int(place), _COLUMNS - 2)
+        low, high = table[kinds, column], table[kinds, column + 1]
+        return exp(low + (high - low) * (place - column))
+    places = (np.log2(np.maximum(size_bytes, 256.0)) - _FIRST_LOG2) * _STEPS_PER_LOG2
+    columns = np.minimum(places.astype(np.int64), _COLUMNS - 2)
+    lows = table[kinds, columns]
+    return np.exp(lows + (table[kinds, columns + 1] - lows) * (places - columns))
 
 
 def _near_mean(points: ProductPoints, sizes: Any, layouts: Any) -> Any:
     """Mean over all points, by the fourth power of distance in the log2 of the sizes."""
-    distance = np.square(sizes[..., None, :] - points.sizes).sum(-1) + _NEAR_DISTANCE
+    # The square of a difference, so that one product of matrices does for all pairs.
+    squares = np.square(sizes).sum(-1)[..., None] + np.square(points.sizes).sum(-1)
+    distance = np.maximum(squares - 2.0 * (sizes @ points.sizes.T), 0.0) + _NEAR_DISTANCE
     distance += _LAYOUT_DISTANCE * (np.asarray(layouts)[..., None] != points.layouts)
-    weights = distance**-_POWER
-    return (weights * points.ratios).sum(-1) / weights.sum(-1)
+    weights = 1.0 / np.square(distance)
+    return weights @ points.ratios / weights.sum(-1)
 
 
 def layout_number(layout: str) -> int:
@@ -172,9 +191,13 @@ def rates_from_curves(
     network_share: float,
     gpus_per_node: int,
     host: HostTable,
+    instead: Rates | None = None,
 ) -> Rates:
-    """Return the rates of a GPU from the points of its calibration."""
-    idle_s = _between_events_s(curves)
+    """Return the rates of a GPU from the points of its calibration.
+
+    What has no points goes as `instead` says.
+    """
+    idle_s = _between_events_s(curves) if instead is None else _own_gap_s(curves, instead)
     rates = Rates(
         source=source,
         peak_flop_s=peak_flop_s,
@@ -182,21 +205,25 @@ def rates_from_curves(
         multiprocessors=multiprocessors,
         gap_s=idle_s,
         products={},
-        streams=_stream_table(curves, idle_s, prefers_warm=False),
-        warm_streams=_stream_table(curves, idle_s, prefers_warm=True),
-        attention=_attention_points(curves, idle_s),
-        collectives=_collective_points(curves),
+        streams=_stream_table(
+            curves, idle_s, instead.streams if instead else None, prefers_warm=False
+        ),
+        warm_streams=_stream_table(
+            curves, idle_s, instead.warm_streams if instead else None, prefers_warm=True
+        ),
+        attention={**(instead.attention if instead else {}), **_attention_points(curves, idle_s)},
+        collectives={**(instead.collectives if instead else {}), **_collective_points(curves)},
         network_share=network_share,
         gpus_per_node=gpus_per_node,
         host=host,
     )
-    products = _product_points(rates, curves, idle_s)
-    return _with_products(rates, products)
+    own = _product_points(rates, curves, idle_s)
+    return replace(rates, products={**(instead.products if instead else {}), **own})
 
 
-def _with_products(rates: Rates, products: Mapping[tuple[str, str], ProductPoints]) -> Rates:
-    values = {name: getattr(rates, name) for name in Rates.__dataclass_fields__}
-    return Rates(**values | {"products": products})
+def _own_gap_s(curves: Iterable[Curve], instead: Rates) -> float:
+    """What passes between two events where that was measured, else as elsewhere."""
+    return next((c.time_s for c in curves if c.operation == "kernel_none"), instead.gap_s)
 
 
 def _between_events_s(curves: Iterable[Curve]) -> float:
@@ -258,10 +285,13 @@ def _sizes(kind: str, curve: Curve) -> tuple[float, float, float]:
     return (m / curve.shape[3] if kind == "grouped" else m, n, k)
 
 
-def _stream_table(curves: Iterable[Curve], idle_s: float, *, prefers_warm: bool) -> Floats:
+def _stream_table(
+    curves: Iterable[Curve], idle_s: float, instead: Floats | None, *, prefers_warm: bool
+) -> Floats:
     """Log times by kind and size: interpolated, and beyond the points by their last rate.
 
-    Where a kind was measured with an empty and a warm cache, the mean of both or the warm one counts.
+    Where a kind was measured with an empty and a warm cache, the mean of both or the warm one counts;
+    one that was not measured, nor anything like it, goes along `instead`.
     """
     found: dict[tuple[str, str], dict[float, list[float]]] = {}
     for curve in sorted(_merged(curves), key=lambda curve: curve.operation.endswith("_warm")):
@@ -270,8 +300,12 @@ def _stream_table(curves: Iterable[Curve], idle_s: float, *, prefers_warm: bool)
         found.setdefault(key, {}).setdefault(float(curve.bytes), []).append(time_s)
     sizes = 2.0 ** (_FIRST_LOG2 + np.arange(_COLUMNS) / _STEPS_PER_LOG2)
     rows = []
-    for kind in STREAM_KINDS:
-        points = next(found[key] for key in stand_ins(*kind) if key in found)
+    for number, kind in enumerate(STREAM_KINDS):
+        known = next((key for key in stand_ins(*kind) if key in found), None)
+        if known is None and instead is not None:
+            rows.append(instead[number])
+            continue
+        points = found[known or kind]
         at = np.array(sorted(points))
         kept = slice(-1, None) if prefers_warm else slice(None)
         times = np.array([np.mean(points[size][kept]) for size in sorted(points)])

@@ -9,7 +9,7 @@ take from it, and the last one of a phase, which nothing is left to hide.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from planner.speed.engine_work import (
 )
 from planner.speed.gpu_time import Part, micro_batch_parts
 from planner.speed.host import HostTime, host_time
-from planner.speed.rates import Rates
+from planner.speed.rates import Rates, larger
 from planner.speed.traced import traced_parts
 from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
 
@@ -73,11 +73,13 @@ class Step:
     @property
     def step_time_s(self) -> Any:
         """The longer of both, run by run."""
-        return sum(np.maximum(*self._run_s(run)) for run in self.runs)
+        return sum(larger(*self._run_s(run)) for run in self.runs)
 
     def phase_s(self, name: str) -> Any:
         """The time of a phase: the host's where its run waits for it, else the GPU's."""
         gpu_s, host_s = self._run_s(next(run for run in self.runs if name in run))
+        if isinstance(gpu_s, float) and isinstance(host_s, float):
+            return (self.host_s if host_s > gpu_s else self.gpu_s)[name]
         return np.where(host_s > gpu_s, self.host_s[name], self.gpu_s[name])
 
     def _run_s(self, run: tuple[str, ...]) -> tuple[Any, Any]:
@@ -104,7 +106,7 @@ def training_step(
     own = (parallelism.world_size, workload.micro_batch, workload.sequence_length)
     ranks, b, s = own if axes is None else axes
     context = parallelism.context_parallel
-    sharers = np.asarray(ranks) * context
+    sharers = ranks * context
     engine, stage = parallelism.engine, parallelism.zero_stage
     rounds = workload.grad_accumulation
     parts = micro_batch(spec, workload, parallelism, rates, b, s) if known is None else known
@@ -166,12 +168,14 @@ def micro_batch(
 def _times(part: Part, rounds: int) -> Part:
     if rounds == 1:
         return part
-    return replace(
-        part,
+    return Part(
+        phase=part.phase,
+        name=part.name,
         flops=part.flops * rounds,
         bytes=part.bytes * rounds,
         launches=part.launches * rounds,
         time_s=part.time_s * rounds,
+        section=part.section,
     )
 
 
@@ -200,8 +204,8 @@ def _exposed_s(busy_s: Any, sent: list[tuple[Any, Any]], alone: bool) -> Any:
     total_s = sum(time_s for time_s, _ in sent)
     if alone or not sent:
         return total_s
-    last_s = sum(time_s / np.maximum(1.0, calls) for time_s, calls in sent)
-    return np.maximum(_CONTENTION * total_s, total_s - busy_s) + last_s
+    last_s = sum(time_s / larger(1.0, calls) for time_s, calls in sent)
+    return larger(_CONTENTION * total_s, total_s - busy_s) + last_s
 
 
 def _sent(
@@ -213,19 +217,19 @@ def _sent(
     rates: Rates,
     alone: bool,
 ) -> list[Sent]:
-    several = ranks if np.ndim(ranks) else int(ranks)
-    if np.ndim(ranks) == 0 and several == 1:
+    is_grid = np.ndim(ranks) > 0
+    if not is_grid and ranks == 1:
         return []
     found = []
-    for name, size_bytes, calls in step_payloads(spec, workload, engine, stage, several):
-        each = np.maximum(calls, 1)
-        one_s = (rates.alone_s if alone else rates.collective_s)(name, size_bytes / each, ranks)
+    take_s = rates.alone_s if alone else rates.collective_s
+    for name, size_bytes, calls in step_payloads(spec, workload, engine, stage, ranks):
+        time_s = calls * take_s(name, size_bytes / larger(calls * 1.0, 1.0), ranks)
         found.append(
             Sent(
                 collective=name,
                 bytes=size_bytes,
                 calls=calls,
-                time_s=np.where(np.asarray(ranks) > 1, calls * one_s, 0.0),
+                time_s=np.where(ranks > 1, time_s, 0.0) if is_grid else time_s,
                 shares=_shares(name, engine, stage),
             )
         )

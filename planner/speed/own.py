@@ -1,0 +1,80 @@
+"""A calibration of one's own: points that `peakmark calibrate` measured on the kind of GPU of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from planner.calibration import Curve, sheet_of
+from planner.hardware import Gpu
+from planner.speed.rates import Rates, rates_from_curves
+
+# How fast a host is, of two hosts: the time to start the smallest kernel, one after another.
+_LAUNCH = "launch_elementwise"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnCalibration:
+    """Points measured on the GPU of preset `gpu_id`, and `source`, the words that say so."""
+
+    gpu_id: str
+    curves: tuple[Curve, ...]
+    source: str
+
+
+def own_calibrations(stored: Iterable[Mapping[str, Any]]) -> dict[str, OwnCalibration]:
+    """Return the calibrations of each GPU by its preset's id, of stored runs from old to new.
+
+    A stored run holds `measured`, `environment` and `recorded_at`. A newer point takes the place of an
+    older one of the same operation; a run without points or of a GPU without preset says nothing.
+    """
+    found: dict[str, dict[tuple[str, str], list[Curve]]] = {}
+    names: dict[str, tuple[str, str]] = {}
+    for run in stored:
+        gpu = sheet_of(run["environment"] or {})
+        if gpu is None:
+            continue
+        newer: dict[tuple[str, str], list[Curve]] = {}
+        for data in run["measured"].get("curves", ()):
+            curve = Curve.from_dict(data)
+            newer.setdefault((curve.operation, curve.dtype), []).append(curve)
+        if newer:
+            found.setdefault(gpu.id, {}).update(newer)
+            names[gpu.id] = (gpu.name, str(run["recorded_at"])[:10])
+    return {
+        gpu_id: OwnCalibration(
+            gpu_id,
+            tuple(curve for points in groups.values() for curve in points),
+            "curves measured here on {} ({})".format(*names[gpu_id]),
+        )
+        for gpu_id, groups in found.items()
+    }
+
+
+def with_own(rates: Rates, gpu: Gpu, own: OwnCalibration, shipped: Iterable[Curve]) -> Rates:
+    """Return `rates` of a GPU with what was measured here in the place of what was not.
+
+    The host is slower than that of the `shipped` curves by the ratio of their launches.
+    """
+    mine = rates_from_curves(
+        own.curves,
+        source=own.source,
+        peak_flop_s=rates.peak_flop_s,
+        memory_bytes_s=gpu.mem_bandwidth_bytes_s,
+        multiprocessors=rates.multiprocessors,
+        network_share=rates.network_share,
+        gpus_per_node=gpu.gpus_per_node,
+        host=rates.host,
+        instead=rates,
+    )
+    slower = _launch_s(own.curves, 1.0) / _launch_s(shipped, 1.0)
+    if _launch_s(own.curves, 0.0) == 0.0:
+        return mine
+    return replace(mine, host=replace(rates.host, pace=rates.host.pace * slower))
+
+
+def _launch_s(curves: Iterable[Curve], otherwise: float) -> float:
+    found = [curve.time_s for curve in curves if curve.operation == _LAUNCH]
+    return median(found) if found else otherwise
