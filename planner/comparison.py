@@ -113,14 +113,18 @@ def _communication_s(
 def _memory_pairs(
     memory: Mapping[str, Any], measured: Mapping[str, Any], world: str
 ) -> list[tuple[str, float | None, float | None]]:
-    """Pair the counters of one rank; ranks that share a GPU see one another's device bytes.
+    """Pair the counters of one rank.
 
-    Device bytes are read as a run ends: fewer than the most that was reserved say that segments
+    Ranks that share a GPU see one another's device bytes. What they reserve has gloo's copies in it: it
+    clones what it reduces on the device, from the same allocator, and no engine's plan has those (torch
+    2.11, torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, reduce_scatter_tensor_coalesced). Device bytes are read as a run ends: fewer than the most that was reserved say that segments
     had been given back by then, and not what the run needed.
     """
     predicted = {name: memory.get(f"{name}_bytes") for name in MEMORY_QUANTITIES}
     seen = {name: measured.get(f"{name}_bytes") or 0 for name in ("reserved", "device")}
-    if world == "shared" or seen["device"] < seen["reserved"]:
+    if world == "shared":
+        predicted["reserved"] = predicted["device"] = None
+    if seen["device"] < seen["reserved"]:
         predicted["device"] = None
     if world == "solo" and predicted["device"] is not None:
         # A rank alone has no communicator.
