@@ -89,6 +89,12 @@ page = st.navigation(
                 help="How far predictions have been from what was measured.",
             ),
             st.Page(
+                "app_pages/experiments.py",
+                title="Experiments",
+                icon=":material/science:",
+                help="Which variable changed, algorithm or system, and is the difference real?",
+            ),
+            st.Page(
                 "app_pages/hardware.py",
                 title="Hardware",
                 icon=":material/developer_board:",

@@ -127,10 +127,11 @@ def measurements(database: Database, *, kinds: Sequence[RunKind] = ()) -> list[M
     if kinds:
         query = query.where(MeasurementRow.kind.in_(kinds))
     with database.read() as session:
-        return [_measurement(row) for row in session.scalars(query)]
+        return [to_measurement(row) for row in session.scalars(query)]
 
 
-def _measurement(row: MeasurementRow) -> Measurement:
+def to_measurement(row: MeasurementRow) -> Measurement:
+    """Return a row as plain data; its environment must be loaded or its session open."""
     return Measurement(
         id=row.row_id,
         kind=row.kind,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from sqlalchemy import (
     JSON,
     BigInteger,
+    CheckConstraint,
     Double,
     Enum,
     ForeignKey,
@@ -217,3 +218,33 @@ class GpuReservationRow(Base):
     run_id: Mapped[str] = mapped_column(ForeignKey("run.id"), index=True)
     lease_token: Mapped[int]
     reserved_at_ms: Mapped[int]
+
+
+class ExperimentRow(Base):
+    """A named set of runs that are set against one another."""
+
+    __tablename__ = "experiment"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    created_at_ms: Mapped[int]
+
+
+class ExperimentMemberRow(Base):
+    """One run of an experiment: of this database, or a measurement recorded elsewhere.
+
+    The latter is named by its `row_id`, which stays if the measurement is withdrawn.
+    """
+
+    __tablename__ = "experiment_member"
+    __table_args__ = (
+        UniqueConstraint("experiment_id", "run_id"),
+        UniqueConstraint("experiment_id", "row_id"),
+        CheckConstraint("(run_id IS NULL) <> (row_id IS NULL)", name="one"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    experiment_id: Mapped[int] = mapped_column(ForeignKey("experiment.id"), index=True)
+    run_id: Mapped[str | None] = mapped_column(ForeignKey("run.id"))
+    row_id: Mapped[str | None] = mapped_column(String(64))
+    added_at_ms: Mapped[int]

@@ -19,6 +19,7 @@ from app.commands.output import (
 
 if TYPE_CHECKING:
     from planner.difference import ComparedPlan
+    from planner.plan import Plan
 
 Plans = Annotated[
     list[str],
@@ -86,7 +87,7 @@ def read_plans(text: str) -> list[ComparedPlan]:
     from planner.errors import PlanError
 
     if text.endswith(".json"):
-        return [compare_plan(_file(Path(text)))]
+        return [compare_plan(_file(Path(text)), _answer)]
     query = read_link(text)
     found = []
     for one in [unpacked(plan) for plan in set_of(query)] or [query]:
@@ -94,10 +95,18 @@ def read_plans(text: str) -> list[ComparedPlan]:
             sentence = "The link is of a run: give the link of its plan, which its page opens."
             raise InputError("plans", text, "the link of a plan", sentence)
         try:
-            found.append(compare_plan(document_of(one)))
+            found.append(compare_plan(document_of(one), _answer))
         except PlanError as error:
             found.append(ComparedPlan(document={}, refusal=str(error)))
     return found
+
+
+def _answer(plan: Plan) -> dict[str, Any]:
+    """Predict a plan as the page does: at the rates calibrated here, where there are any."""
+    from app.own_calibration import calibration_of
+    from planner.predict import predict
+
+    return predict(plan, own=calibration_of(plan.hardware)).to_dict()
 
 
 def _file(path: Path) -> Any:

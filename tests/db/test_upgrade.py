@@ -29,7 +29,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "{revision}"
-down_revision = "0006"
+down_revision = "0007"
 
 
 def upgrade():

@@ -1,0 +1,345 @@
+"""What the Experiments page shows, as plain data: candidates, groups of repeats, runs, conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import streamlit as st
+
+from app import services
+from db import repository
+from db.database import resolve_url
+from db.experiments import Member, experiment_members
+from db.measurements import measurements
+from db.types import FINAL_STATES, Origin
+from planner.difference import percent
+from planner.errors import PlanError
+from planner.experiments.conditions import cautions, clocks_of, drifts, watched
+from planner.experiments.groups import (
+    Group,
+    Judgement,
+    changes,
+    flags,
+    group_lines,
+    judge_difference,
+)
+from planner.experiments.lines import FIGURES, Line, SeenRun, columns, lines_of
+from planner.experiments.variables import Kind, spec_variables
+from planner.plan import parse_plan
+from planner.units import format_seconds
+
+CANDIDATES_SHOWN = 200
+CANDIDATES_TTL_S = 20
+SHORT_ID = 8
+Show = Callable[[float], str]
+
+
+def figure_text(figure: str, value: float | None, size: Show) -> str:
+    """Return a figure's value as people read it; empty where there is none."""
+    if value is None:
+        return ""
+    shows: Mapping[str, Show] = {
+        "bytes": size,
+        "s": format_seconds,
+        "per_s": lambda rate: f"{rate:,.0f}" if rate >= 100 else f"{rate:,.3g}",
+        "ratio": lambda ratio: f"{ratio:.2e}",
+    }
+    return shows[FIGURES[figure].unit](value)
+
+
+def spec_words(spec: Mapping[str, Any]) -> str:
+    """Return what a spec runs in one line: model and plan, or the shape of attention or decoding."""
+    kind = str(spec.get("kind"))
+    with suppress(PlanError):
+        if spec.get("plan"):
+            plan = parse_plan(spec["plan"])
+            name = plan.model.name.rsplit("/", 1)[-1]
+            return f"{name}: {services.plan_line(plan.to_dict())}"
+        values = spec_variables(spec)
+        if kind == "decode":
+            return (
+                f"{values['model']}: decode {values['batch']} × {values['context']}, "
+                f"{values['cache layout']} cache in {values['cache dtype']}"
+            )
+        if kind == "serve":
+            return f"{values['model']}: serve {values['requests']}"
+    shape = spec.get("attention")
+    if kind == "attention" and isinstance(shape, Mapping):
+        heads = f"{shape.get('heads')}/{shape.get('kv_heads')} heads of {shape.get('head_dim')}"
+        return f"attention {shape.get('batch')} × {shape.get('sequence_length')}, {heads}"
+    return kind
+
+
+def candidates(search: str) -> list[dict[str, Any]]:
+    """Return runs and recorded measurements whose words hold all of `search`, newest first."""
+    wanted = search.casefold().split()
+    found = [
+        line
+        for line in _candidates(resolve_url(None).render_as_string())
+        if all(word in line["all"] for word in wanted)
+    ]
+    return found[:CANDIDATES_SHOWN]
+
+
+@st.cache_data(max_entries=4, ttl=CANDIDATES_TTL_S, show_spinner=False)
+def _candidates(url: str) -> list[dict[str, Any]]:
+    database = services.database()
+    seen = [one for one in measurements(database) if one.origin is Origin.RECORDED]
+    rows = [
+        _candidate(spec_words(one.spec), one.spec, str(one.outcome), one.recorded_at, row_id=one.id)
+        for one in reversed(seen)
+    ]
+    runs = []
+    for run in repository.list_runs(database, limit=CANDIDATES_SHOWN):
+        detail = repository.get_run(database, run.id)
+        if detail is not None:
+            words = spec_words(detail.spec)
+            runs.append(_candidate(words, detail.spec, str(run.state), "", run_id=run.id))
+    return [*runs, *rows]
+
+
+def _candidate(
+    words: str,
+    spec: Mapping[str, Any],
+    outcome: str,
+    recorded_at: str,
+    *,
+    run_id: str | None = None,
+    row_id: str | None = None,
+) -> dict[str, Any]:
+    line = {
+        "what": words,
+        "world": str(spec.get("world")),
+        "outcome": outcome.replace("_", " "),
+        "made": "here" if run_id else f"recorded {recorded_at[:10]}",
+        "id": run_id or row_id,
+    }
+    text = " ".join((*map(str, line.values()), str(spec.get("kind")))).casefold()
+    return {**line, "run_id": run_id, "row_id": row_id, "all": text}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """An experiment worked out: lines of its runs, groups of repeats, and what could not be read."""
+
+    members: Sequence[Member]
+    lines: Sequence[Line]
+    groups: Sequence[Group]
+    notes: Sequence[str]
+
+
+def analyse(experiment_id: int) -> Analysis:
+    """Work out an experiment; raises PlanError where there is none."""
+    members = experiment_members(services.database(), experiment_id)
+    lines = [line for member in members for line in _lines(member)]
+    return Analysis(
+        members=members, lines=lines, groups=group_lines(lines), notes=_notes(members, lines)
+    )
+
+
+def member_name(member: Member) -> str:
+    """Return the id that a member's lines carry."""
+    return str(member.run_id or member.row_id)
+
+
+def _lines(member: Member) -> list[Line]:
+    if member.spec is None:
+        return []
+    seen = member.measurement
+    return lines_of(
+        SeenRun(
+            id=member_name(member),
+            spec=member.spec,
+            outcome=str(member.state),
+            measured=seen.measured if seen else {},
+            environment=seen.environment if seen else {},
+        )
+    )
+
+
+def _notes(members: Sequence[Member], lines: Sequence[Line]) -> list[str]:
+    """Say which members have no line, or one that says little."""
+    notes = [
+        f"Measurement {member.row_id} has been withdrawn and is no longer in the database."
+        for member in members
+        if member.spec is None
+    ]
+    final = {str(state) for state in FINAL_STATES}
+    waiting = [member_name(m) for m in members if m.state and m.state not in final]
+    if waiting:
+        notes.append(f"Not ended yet, without figures until then: {', '.join(waiting)}.")
+    failed = [line for line in lines if line.outcome in final and line.outcome != "done"]
+    notes += [
+        f"{line.run.id} {line.part} ended as {line.outcome.replace('_', ' ')}: it has no figures "
+        "that count."
+        for line in failed
+    ]
+    notes += [f"{line.run.id} cannot be read: {line.problem}" for line in lines if line.problem]
+    return notes
+
+
+def varying(analysis: Analysis, *, every: bool) -> list[tuple[str, Kind]]:
+    """Return the columns of variables that differ between the runs, or all of them."""
+    return columns(list(analysis.lines), only_varying=not every)
+
+
+def column_label(name: str, kind: Kind) -> str:
+    """Return a variable's column heading with its kind."""
+    return f"{name} ({kind})"
+
+
+def shown(value: Any) -> str:
+    """Return a variable's value as text; a dash where a run has no such variable."""
+    if value is None:
+        return "—"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("_", " ")
+
+
+def judged(analysis: Analysis, baseline: int, figure: str) -> list[Judgement | None]:
+    """Return how each group differs from the baseline; None for the baseline itself."""
+    base = analysis.groups[baseline]
+    return [
+        None if index == baseline else judge_difference(base, group, figure)
+        for index, group in enumerate(analysis.groups)
+    ]
+
+
+def group_rows(
+    analysis: Analysis, baseline: int, figure: str, size: Show, *, every: bool
+) -> list[dict[str, Any]]:
+    """Return one line per group for people: its variables, how repeats lie, and the answer."""
+    named, answers = varying(analysis, every=every), judged(analysis, baseline, figure)
+    base = analysis.groups[baseline]
+    rows = []
+    for index, (group, answer) in enumerate(zip(analysis.groups, answers, strict=True)):
+        spread = group.spread(figure)
+        row: dict[str, Any] = {"group": index + 1}
+        row |= {column_label(n, k): shown(group.variables.get(n)) for n, k in named}
+        row["runs"] = f"{spread.count if spread else 0} of {len(group.lines)}"
+        row["median"] = figure_text(figure, spread.median if spread else None, size)
+        row["min to max"] = (
+            f"{figure_text(figure, spread.low, size)} to {figure_text(figure, spread.high, size)}"
+            if spread and spread.count > 1
+            else ""
+        )
+        row["variation"] = (
+            f"{spread.variation:.2%}" if spread and spread.variation is not None else ""
+        )
+        row["vs baseline"] = percent(answer.ratio - 1) if answer and answer.ratio else ""
+        row["is it real?"] = str(answer.answer) if answer else "baseline"
+        row["changes"] = _change_words(base, group) if answer else ""
+        rows.append(row)
+    return rows
+
+
+def _change_words(base: Group, group: Group) -> str:
+    kinds = [str(kind) for kind, found in changes(base, group).items() if found]
+    if {Kind.ALGORITHM, Kind.SYSTEM} <= {*kinds}:
+        return "BOTH: " + " + ".join(kinds)
+    return " + ".join(kinds) or "nothing of both"
+
+
+def group_csv(analysis: Analysis, baseline: int, figure: str) -> list[dict[str, Any]]:
+    """Return the groups for a file: every variable, and plain numbers in bytes, seconds or rates."""
+    named, answers = varying(analysis, every=True), judged(analysis, baseline, figure)
+    base = analysis.groups[baseline]
+    rows = []
+    for index, (group, answer) in enumerate(zip(analysis.groups, answers, strict=True)):
+        spread = group.spread(figure)
+        found = flags(base, group) if answer else []
+        rows.append(
+            {
+                "group": index + 1,
+                **{column_label(name, kind): group.variables.get(name) for name, kind in named},
+                "figure": figure,
+                "unit": FIGURES[figure].unit,
+                "n": spread.count if spread else 0,
+                **{
+                    name: getattr(spread, name, None)
+                    for name in ("median", "low", "high", "variation")
+                },
+                "ratio": answer.ratio if answer else None,
+                "answer": str(answer.answer) if answer else "baseline",
+                "reason": answer.sentence if answer else "",
+                "flags": " ".join(found),
+                "cautions": "; ".join(cautions(base.lines, group.lines, figure)) if answer else "",
+            }
+        )
+    return rows
+
+
+def findings(analysis: Analysis, baseline: int, figure: str) -> list[dict[str, Any]]:
+    """Return what the comparisons say in words: answer, sentence, flags, cautions.
+
+    Groups of which the same is said share one entry; `groups` are their numbers.
+    """
+    base = analysis.groups[baseline]
+    found: dict[str, dict[str, Any]] = {}
+    answers = judged(analysis, baseline, figure)
+    for number, (group, answer) in enumerate(zip(analysis.groups, answers, strict=True), start=1):
+        if answer is None:
+            continue
+        said = {
+            "answer": str(answer.answer),
+            "sentence": answer.sentence,
+            "flags": flags(base, group),
+            "cautions": cautions(base.lines, group.lines, figure),
+        }
+        found.setdefault(str(said), {**said, "groups": []})["groups"].append(number)
+    return list(found.values())
+
+
+def run_rows(analysis: Analysis, figure: str, size: Show | None) -> list[dict[str, Any]]:
+    """Return one line per run and part: its group, figure, clocks and environment.
+
+    Without `size` the figure is a plain number, for a file.
+    """
+    rows = []
+    for index, group in enumerate(analysis.groups):
+        for line in group.lines:
+            clocks, value = clocks_of(line.run.environment), line.figures.get(figure)
+            rows.append(
+                {
+                    "group": index + 1,
+                    "run": line.run.id,
+                    "part": line.part,
+                    "what": spec_words(line.run.spec),
+                    "outcome": line.outcome.replace("_", " "),
+                    figure: value if size is None else figure_text(figure, value, size),
+                    "throttled": _throttled(line),
+                    "clock at the end": clocks.words(),
+                    **(watched(line.run.environment) if line.run.environment else {}),
+                }
+            )
+    return rows
+
+
+def _throttled(line: Line) -> str:
+    clocks = clocks_of(line.run.environment)
+    if clocks.sm_clock_mhz is None:
+        return ""
+    return "yes" if clocks.is_throttled else "no"
+
+
+def throttled_sentence(analysis: Analysis) -> str | None:
+    """Say how many runs ended with lowered clocks and why; None where none did."""
+    seen = {line.run.id: clocks_of(line.run.environment) for line in analysis.lines}
+    slowed = {name: clocks for name, clocks in seen.items() if clocks.is_throttled}
+    if not slowed:
+        return None
+    lines = "; ".join(f"{name[:SHORT_ID]}: {clocks.words()}" for name, clocks in slowed.items())
+    return (
+        f"{len(slowed)} of {len(seen)} runs ended with clocks that the driver had lowered: {lines}. Their "
+        "times are longer than those of a cool GPU at full clock; bytes do not change."
+    )
+
+
+def drift_sentence(analysis: Analysis) -> str | None:
+    """Say what of the environment is not the same in all runs; None where all is."""
+    found = [drift.words() for drift in drifts(analysis.lines)]
+    return f"The runs had different environments: {'; '.join(found)}." if found else None

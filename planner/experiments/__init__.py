@@ -1,0 +1,1 @@
+"""Runs set against one another: which variable changed, and whether the difference is real."""
