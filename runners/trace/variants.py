@@ -36,12 +36,16 @@ PACKED = ("llama", "mistral", "qwen2", "qwen3")
 # (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`): without
 # autocast, and under it, where a trace takes the longest.
 OUTDATED = (
-    *("gemma2", "gemma3_text", "gpt_neox", "opt", "falcon"),
+    *("gemma3_text", "gpt_neox", "opt", "falcon"),
     *("gpt_oss", "deepseek_v2", "deepseek_v3"),
 )
 OUTDATED_UNDER_AUTOCAST = tuple(family for family in FAMILIES if family != "qwen2")
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
-ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {"llama": ("bf16",), "qwen3": ("bf16",)}
+ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
+    "gemma2": ("bf16",),
+    "llama": ("bf16",),
+    "qwen3": ("bf16",),
+}
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
 COMPUTES = ("bf16", "fp32", "autocast")
