@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from math import log10
 from typing import Any
@@ -17,8 +18,8 @@ from app.charts.style import (
     wrapped,
 )
 
-ROW_PX, MARGIN_PX = 34, 110
-LONGEST_LABEL = 44
+ROW_PX, MARGIN_PX = 46, 110
+LABEL_COLUMNS, LABEL_FONT_PX = 26, 11
 # From this ratio of the largest to the smallest value on, an axis is logarithmic.
 WIDE_RATIO = 20.0
 BAND_COLOUR = VERDICT_COLOURS["fits"]
@@ -51,6 +52,7 @@ def claim_figure(claim: Row, show: Show) -> go.Figure:
     figure.update_yaxes(
         tickvals=list(range(len(marks))),
         ticktext=[_label(one["condition"]) for one in marks],
+        tickfont_size=LABEL_FONT_PX,
         range=[len(marks) - 0.4, -0.6],
         zeroline=False,
     )
@@ -125,10 +127,5 @@ def _legend(figure: go.Figure, claim: Row) -> None:
 
 
 def _label(text: str) -> str:
-    """Break a long condition into two lines at a comma or a space."""
-    if len(text) <= LONGEST_LABEL:
-        return text
-    middle = len(text) // 2
-    breaks = [i for i, letter in enumerate(text) if letter == " "]
-    at = min(breaks, key=lambda i: abs(i - middle))
-    return f"{text[:at]}<br>{text[at + 1 :]}"
+    """Break a condition into lines that leave room for the marks on a phone."""
+    return "<br>".join(textwrap.wrap(text, LABEL_COLUMNS))

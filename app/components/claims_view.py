@@ -92,7 +92,7 @@ def _chosen(claims: Sequence[Claim]) -> list[Claim]:
             "About",
             list(TOPICS),
             selection_mode="multi",
-            format_func=lambda topic: TOPICS[topic],
+            format_func=str.capitalize,
             key="claims_topics",
             help="None chosen: all.",
         )
@@ -147,19 +147,23 @@ def _more(claim: Claim, sizes: str) -> None:
         f"bytes, or device bytes where a GPU's capacity is asked for.{measured}",
         rows=claim_rows.figure_rows(claim, sizes),
     )
-    for place, one in enumerate(claim["computed"]):
-        _case(one, place)
+    for one in claim["computed"]:
+        _case(one)
 
 
-def _case(one: Mapping[str, Any], place: int) -> None:
+def _case(one: Mapping[str, Any]) -> None:
     """Draw a case: what its number was made of, and the page that shows it in full."""
+    text = f"{one['condition']} — {one['how']}"
     if one["opens"] is None or one["own_plan"]:
-        st.caption(f"{one['condition']} — {one['how']}")
+        st.caption(text)
         return
     page, query = claim_rows.page_of(one["opens"])
-    st.page_link(
-        page,
-        label=f"{one['condition']} — {one['how']}",
-        icon=":material/open_in_new:",
-        query_params=query,
-    )
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.page_link(
+            page,
+            label="Plan" if page == claim_rows.PLAN_PAGE else "Attention",
+            icon=":material/open_in_new:",
+            query_params=query,
+            width="content",
+        )
+        st.caption(text, width="stretch")

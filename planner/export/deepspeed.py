@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.export.target import Draft, ExportFile, Target, refuse_splits, training
+from planner.export.target import (
+    Draft,
+    ExportFile,
+    Target,
+    refuse,
+    refuse_splits,
+    training,
+)
 from planner.export.text import json_text
 from planner.plan import Plan
 from planner.workload import Engine, Precision, ReduceDtype, TrainingWorkload
@@ -21,12 +28,20 @@ def deepspeed_draft(plan: Plan) -> Draft:
     """Write the JSON; raises PlanError for a serving plan and for splits of the model."""
     workload = training(plan, Target.DEEPSPEED)
     refuse_splits(plan, Target.DEEPSPEED)
+    check_precision(plan, workload, Target.DEEPSPEED)
     config = deepspeed_config(plan, workload)
     return Draft(
         files=(ExportFile(name=FILE, text=json_text(config), language="json"),),
         holds=held(),
         notes=(*_engine_notes(plan), *_notes(workload), *_world_note(plan)),
     )
+
+
+def check_precision(plan: Plan, workload: TrainingWorkload, target: Target) -> None:
+    """Raise PlanError for states in bf16 that no stage shards: DeepSpeed has them from stage 1 on."""
+    if workload.precision is Precision.BF16 and plan.parallelism.zero_stage == 0:
+        why = "DeepSpeed keeps master weights and states in bf16 from ZeRO stage 1 on; take mixed"
+        raise refuse(target, "workload.precision", "bf16", why)
 
 
 def held() -> frozenset[str]:

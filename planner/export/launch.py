@@ -80,11 +80,12 @@ def sbatch_draft(plan: Plan, script: str) -> Draft:
             f'--rdzv-endpoint="$head_node:{PORT}"',
         )
     )
+    # sed reads to the end: under pipefail a reader that stops early would end the script.
     text = (
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {option}\n" for option in options)
         + f"# Exported by Peakmark\nset -euo pipefail\n{_allocator(workload)}"
-        + 'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        + 'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)\n'
         + f"srun torchrun {places} {shlex.quote(script)}\n"
     )
     notes = [
