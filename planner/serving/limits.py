@@ -13,6 +13,7 @@ _WORDS = {
     "elementwise": "the small kernels",
     "attention": "attention over the cache",
     "all_reduce": "adding up between the GPUs",
+    "all_gather": "gathering the logits",
     "host_waiting": "the host that starts the kernels",
 }
 # Parts that change by less than this share of the step are not what a choice is about.
@@ -74,7 +75,8 @@ def _total_s(parts: Iterable[StepPart]) -> float:
 
 
 def _sentence(limit: Limit, ratio: float, changed: int, added: list[str]) -> str:
-    beside = f"{' and '.join(added)} comes on top" if added else ""
+    comes = "comes" if len(added) == 1 else "come"
+    beside = f"{' and '.join(added)} {comes} on top" if added else ""
     if not changed:
         return f"{beside.capitalize() or 'A decode step takes as long as before'}."
     what, share = _WORDS[limit.part], f"Of a step {100 * limit.share:.0f} %"

@@ -217,7 +217,7 @@ class StepTimes:
         small = StepPart(
             name="elementwise", flops=0.0, bytes=float(moved), time_s=time_s, bound="hbm"
         )
-        return tuple(part for part in (products, head, small, *self._reduced(tokens)))
+        return tuple(part for part in (products, head, small, *self._sent(tokens, logit_rows)))
 
     def _products(self, name: str, products: Iterable[Product], tokens: int) -> StepPart:
         listed = tuple(products)
@@ -377,23 +377,34 @@ class StepTimes:
         faster = _HOPPER_OVER_SDPA if is_hopper else 1.0
         return _POWER_FACTOR * taken_s * tail / faster + _BETWEEN_KERNELS_S
 
-    def _reduced(self, tokens: int) -> tuple[StepPart, ...]:
-        """Two all-reduces of the hidden states for each layer, one after the embedding's rows."""
+    def _sent(self, tokens: int, logit_rows: int) -> tuple[StepPart, ...]:
+        """Two all-reduces of the hidden states for each layer, one after the embedding's rows; logits.
+
+        Each GPU has the logits of its share of the vocabulary, and gathers the others'.
+        """
         ranks = self.served.tensor_parallel
         if ranks == 1:
             return ()
-        calls = 2 * self.part.num_layers + 1
-        size_bytes = float(tokens * self.part.hidden_size * self.work.element_bytes)
-        each_s = float(self.rates.collective_s("all_reduce", size_bytes, ranks))
-        return (
-            StepPart(
-                name="all_reduce",
-                flops=0.0,
-                bytes=calls * size_bytes * 2.0 * (ranks - 1) / ranks,
-                time_s=calls * each_s,
-                bound="interconnect",
-            ),
-        )
+        reduces, element_bytes = 2 * self.part.num_layers + 1, self.work.element_bytes
+        hidden = float(tokens * self.part.hidden_size * element_bytes)
+        logits = float(logit_rows * self.served.spec.vocab_size * element_bytes)
+        ring = (ranks - 1) / ranks
+        found = []
+        for name, calls, size, passes in (
+            ("all_reduce", reduces, hidden, 2),
+            ("all_gather", 1, logits, 1),
+        ):
+            each_s = float(self.rates.collective_s(name, size, ranks))
+            found.append(
+                StepPart(
+                    name=name,
+                    flops=0.0,
+                    bytes=calls * size * passes * ring,
+                    time_s=calls * each_s,
+                    bound="interconnect",
+                )
+            )
+        return tuple(found)
 
     def _host_part(self, parts: Iterable[StepPart], more_kernels: int) -> tuple[StepPart, ...]:
         """What the GPU waits for the host that starts every kernel of a forward."""

@@ -50,7 +50,9 @@ def test_more_gpus_pay_for_adding_up() -> None:
     assert found.part == "products" and found.byte_factor == pytest.approx(2, rel=0.01)
     assert 1 < found.speed_up < 2 < found.most
     assert "changes, most of it reading the layers' weights: that takes 0." in found.sentence
-    assert found.sentence.endswith("; adding up between the GPUs comes on top.")
+    assert found.sentence.endswith(
+        "; adding up between the GPUs and gathering the logits come on top."
+    )
 
 
 def test_without_graphs_the_host_comes_on_top() -> None:

@@ -72,8 +72,10 @@ def test_a_window_bounds_what_decoding_reads() -> None:
 
 def test_tensor_parallel_ranks_read_their_share_and_reduce_twice_a_layer() -> None:
     one, two = times(), times(tensor_parallel=2)
-    [reduced] = [part for part in two.decode_parts(8, 8000) if part.name == "all_reduce"]
-    assert reduced.bytes == (2 * 32 + 1) * 8 * 4096 * 2
+    sent = {part.name: part for part in two.decode_parts(8, 8000) if part.bound == "interconnect"}
+    # A ring of two passes half of what is added up twice, of what is gathered once.
+    assert sent["all_reduce"].bytes == (2 * 32 + 1) * 8 * 4096 * 2
+    assert sent["all_gather"].bytes == 8 * 128_256 * 2 / 2
     products = [found.decode_parts(8, 8000)[0] for found in (one, two)]
     weights = 2 * LLAMA_LAYERS
     assert products[0].bytes - products[1].bytes == pytest.approx(weights / 2, rel=0.01)
