@@ -14,6 +14,7 @@ from app.commands import (
     compare,
     decode,
     doctor,
+    export,
     import_rows,
     plan,
     profile,
@@ -43,6 +44,7 @@ app.command("attention")(attention.attention_command)
 app.command("decode")(decode.decode_command)
 app.command("serve")(serve.serve_command)
 app.command("claims")(claims.claims_command)
+app.command("export")(export.export_command)
 app.command("profile")(profile.profile_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")

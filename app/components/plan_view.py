@@ -12,6 +12,7 @@ import streamlit as st
 from app import services, state
 from app.cli_line import cli_line, is_plain_preset
 from app.components.answer import show_ledger, show_serving_answer, show_training_answer
+from app.components.export_box import show_export_box
 from app.components.figure import show_table
 from app.components.hardware_form import hardware_form
 from app.components.header import current_values, unit
@@ -88,6 +89,7 @@ def _take_away(plan: Plan, prediction: Mapping[str, Any]) -> None:
     """Draw the downloads and the command that gives the same answer."""
     document = plan.to_dict()
     with st.container(horizontal=True):
+        show_export_box(plan)
         st.download_button(
             "Prediction as JSON",
             data=json.dumps(prediction, indent=1),

@@ -10,6 +10,7 @@ import typer
 
 from app.cli import app
 from planner import plan, workload
+from planner.export.target import Target
 from planner.verdict import State
 from runners.contract import JobKind, Outcome, World
 
@@ -25,6 +26,7 @@ COMMANDS = {
     "serve",
     "profile",
     "claims",
+    "export",
     "worker",
     "runs",
     "runs show",
@@ -50,6 +52,7 @@ CHOICES = (
     workload.Loss,
     workload.LoraTargets,
     workload.BaseDtype,
+    Target,
 )
 
 
