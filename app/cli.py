@@ -19,6 +19,7 @@ from app.commands import (
     plan,
     profile,
     prove,
+    quality,
     runs,
     serve,
     sweep,
@@ -46,6 +47,7 @@ app.command("serve")(serve.serve_command)
 app.command("claims")(claims.claims_command)
 app.command("export")(export.export_command)
 app.command("profile")(profile.profile_command)
+app.command("quality")(quality.quality_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
 app.command("accuracy")(accuracy.accuracy_command)

@@ -33,6 +33,7 @@ class RunKind(StrEnum):
     DECODE = "decode"
     SERVE = "serve"
     PROFILE = "profile"
+    QUALITY = "quality"
 
 
 class RunWorld(StrEnum):

@@ -39,6 +39,7 @@ class Kind(StrEnum):
     DECODE = "decode"
     SERVE = "serve"
     PROFILE = "profile"
+    QUALITY = "quality"
 
 
 # What the spec of each kind must hold one of.
@@ -49,6 +50,7 @@ _SPEC_PARTS = {
     Kind.DECODE: ("decode",),
     Kind.SERVE: ("serve",),
     Kind.PROFILE: ("plan", "decode"),
+    Kind.QUALITY: ("quality",),
 }
 
 

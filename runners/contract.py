@@ -26,6 +26,7 @@ class JobKind(StrEnum):
     DECODE = "decode"
     SERVE = "serve"
     PROFILE = "profile"
+    QUALITY = "quality"
 
 
 class World(StrEnum):
@@ -57,7 +58,8 @@ class JobSpec:
     `plan` is a plan's dictionary for `train_step`; `attention` is the shape for `attention`;
     `calibration` holds `world_size` and `budget_s` for `calibrate`; `decode` is what a decode run is
     asked (planner/decode_run.py), `serve` what a serving run is (planner/serve_run.py).
-    `profile` takes a `plan` or a `decode`, and may name the folder of a `tokenizer`.
+    `profile` takes a `plan` or a `decode`, and may name the folder of a `tokenizer`. `quality` is what
+    a probe of quality is asked (planner/quality_run.py).
     `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
     profiler. `load_from` is a folder of saved steps, or one of them, from whose training the run
     goes on; `save_to` is the folder that its own last step is saved to (docs/checkpoints.md).
@@ -80,6 +82,7 @@ class JobSpec:
     decode: Mapping[str, Any] | None = None
     serve: Mapping[str, Any] | None = None
     tokenizer: str | None = None
+    quality: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""

@@ -65,7 +65,8 @@ class Entry:
         if self.spec.calibration is not None:
             return f"calibrate {self.spec.world}"
         if self.spec.plan is None:
-            asked = self.spec.attention or self.spec.decode or self.spec.serve or {}
+            spec = self.spec
+            asked = spec.attention or spec.decode or spec.serve or spec.quality or {}
             return " ".join(f"{k}={v}" for k, v in asked.items() if k != "trace")
         plan = self.spec.plan
         values = {**plan["workload"], **plan["parallelism"]}

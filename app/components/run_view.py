@@ -20,6 +20,7 @@ from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
 from app.components.problems import told_in_one_sentence
 from app.components.profile_view import show_profile
+from app.components.quality_view import show_quality
 from app.components.run_table import clock, duration, show_actions, state_badge
 from app.components.serve_view import show_serving
 from app.components.timeline_view import show_measured_timeline
@@ -162,6 +163,8 @@ def _result(run: Mapping[str, Any]) -> None:
         show_serving(run)
     elif run["measured"] and run["spec"]["kind"] == "profile":
         show_profile(run)
+    elif run["measured"] and run["spec"]["kind"] == "quality":
+        show_quality(run)
     elif run["measured"]:
         for line in saved_lines(run["measured"]):
             st.text(line)

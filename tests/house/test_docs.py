@@ -25,6 +25,7 @@ COMMANDS = {
     "decode",
     "serve",
     "profile",
+    "quality",
     "claims",
     "export",
     "worker",
