@@ -16,6 +16,7 @@ from app.commands import (
     doctor,
     export,
     import_rows,
+    levers,
     plan,
     profile,
     prove,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan.plan_command)
 app.command("sweep")(sweep.sweep_command)
+app.command("levers")(levers.levers_command)
 app.command("trace")(trace.trace_command)
 app.command("compare")(compare.compare_command)
 app.command("prove")(prove.prove_command)

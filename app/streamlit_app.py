@@ -34,6 +34,12 @@ page = st.navigation(
                 help="Which tensor is that, why is this the peak, and when in the step?",
             ),
             st.Page(
+                "app_pages/sweep.py",
+                title="Sweep",
+                icon=":material/grid_view:",
+                help="Of everything I left open, what should I run?",
+            ),
+            st.Page(
                 "app_pages/compare.py",
                 title="Compare",
                 icon=":material/compare_arrows:",

@@ -237,13 +237,13 @@ def _algorithms(plan: Plan, workload: TrainingWorkload) -> Iterator[Change]:
         words = f"LoRA of rank {LORA_RANK}"
         yield another(words, "trains adapters alone", workload={"lora_rank": LORA_RANK})
     keys = modelled_keys(model.family) if model.trace is None else frozenset()
-    if "sliding_window" in keys:
-        uses = {"use_sliding_window": True} if "use_sliding_window" in keys else {}
+    # Families with a switch for it need more than a window's size.
+    if "sliding_window" in keys and "use_sliding_window" not in keys:
         for window in WINDOWS:
             if window < min(length, model.sliding_window or length):
-                values = {"sliding_window": window, **uses}
                 words = f"sliding window of {window:,} tokens"
-                yield another(words, "layers see less of the text", overrides=values)
+                overrides = {"sliding_window": window}
+                yield another(words, "layers see less of the text", overrides=overrides)
     if "num_key_value_heads" in keys and model.latent is None:
         for heads in (model.num_heads // 4, model.num_heads // 8, 1):
             if 0 < heads < model.num_kv_heads and model.num_heads % heads == 0:

@@ -99,6 +99,7 @@ NEED = {name: TARGET_OPTIONS[name] for name in TARGET_OPTIONS if name not in LIS
 @with_options(NEED, LIST_OPTIONS, LIMIT_OPTIONS)
 def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     """Predict every combination of the lists given: what fits, the best, and the Pareto front."""
+    from app.sweep_job import priced
     from planner.checks import check_choice, check_number
     from planner.choice import Aim, best_of, front_rows
     from planner.sweep import sweep
@@ -228,16 +229,6 @@ def _shown_progress(combinations: int) -> Iterator[Callable[[int, int], None] | 
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("combinations", total=combinations)
         yield lambda done, _: bar.update(task, completed=done)
-
-
-def priced(row: dict[str, Any], gpu_hour_cost: float | None) -> dict[str, Any]:
-    """Return a row with its cost per million tokens, where a price is given."""
-    from planner.choice import cost_per_million_tokens
-
-    if gpu_hour_cost is None:
-        return row
-    cost = cost_per_million_tokens(row["tokens_per_s_per_gpu"], gpu_hour_cost)
-    return {**row, "cost_per_million_tokens": cost}
 
 
 def print_answer(

@@ -13,7 +13,7 @@ from app.plan_words import checkpointing_words, split_words, variant_words
 # These pages begin with a headline of their own.
 UNTITLED_PAGES = ("Plan", "Run")
 # These carry the plan in their own address.
-PLAN_PAGES = ("Ledger", "Compare", "ZeRO", "Attention", "Claims")
+PLAN_PAGES = ("Ledger", "Sweep", "Compare", "ZeRO", "Attention", "Claims")
 
 
 def current_values() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from runners.contract import JobKind, Outcome, World
 COMMANDS = {
     "plan",
     "sweep",
+    "levers",
     "compare",
     "trace",
     "prove",
