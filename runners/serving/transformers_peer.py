@@ -6,7 +6,6 @@ import queue
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -56,12 +55,10 @@ def _serve(model: Any, run: ServeRun, requests: Sequence[PeerRequest]) -> dict[s
     generation = GenerationConfig(
         max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    with (
-        torch.inference_mode(),
-        model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=batching_config(run)
-        ) as manager,
-    ):
+    # Not in inference mode, which its thread, in older versions, would not share.
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=batching_config(run)
+    ) as manager:
         used = str(model.config._attn_implementation)
         arrivals = Arrivals(requests)
         known: dict[str, PeerRequest] = {}
