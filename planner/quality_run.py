@@ -63,7 +63,7 @@ class QualityRun:
     """Changes to measure on a small model that the run trains to recall, and on a `model` if given.
 
     `window` is in tokens, `block` and `block_stride` as in planner/attention. `kv_heads` are those left, whose
-    keys and values are means of the ones they replace. `weights` is a folder with the model's own
+    keys and values are means of the ones they replace (one in the small model). `weights` is a folder with the model's own
     weights, without which they are random. `retrain` trains the small model with each change of the
     algorithm too. `recall_length` is the length of its sequences.
     """
@@ -95,13 +95,13 @@ def parse_quality(given: object, world: str) -> tuple[QualityRun, ModelSpec | No
     """
     values = check_mapping("quality", given, frozenset(QualityRun.__dataclass_fields__))
     on_cpu = world == "cpu"
-    kernels = not on_cpu and values.get("model") is not None
+    given_model = values.get("model")
+    model, source = (None, None) if given_model is None else parse_model(given_model)
     default = QualityRun(
-        changes=tuple(one for one in Change if kernels or one is not Change.KERNEL),
+        changes=tuple(one for one in Change if _is_possible(one, model, on_cpu)),
         dtype=WeightDtype.FP32 if on_cpu else WeightDtype.BF16,
     )
     merged = default.to_dict() | dict(values)
-    model, source = (None, None) if merged["model"] is None else parse_model(merged["model"])
 
     def count(name: str, low: int, high: int) -> int:
         return check_integer(f"quality.{name}", merged[name], low, high)
@@ -125,6 +125,13 @@ def parse_quality(given: object, world: str) -> tuple[QualityRun, ModelSpec | No
     return run, model
 
 
+def _is_possible(change: Change, model: ModelSpec | None, on_cpu: bool) -> bool:
+    """Whether a change is among those that a run without a list of them takes."""
+    if change is Change.KERNEL:
+        return model is not None and not on_cpu
+    return change is not Change.FEWER_KV_HEADS or model is None or model.num_kv_heads > 1
+
+
 def _changes(given: object, on_cpu: bool) -> tuple[Change, ...]:
     if not isinstance(given, list | tuple) or not given:
         raise PlanError("quality.changes", given, "a list of " + ", ".join(Change))
@@ -146,6 +153,13 @@ def _check_together(run: QualityRun, model: ModelSpec | None) -> None:
     if run.length > model.max_positions:
         allowed = f"at most {model.max_positions}, the positions of {model.name}"
         raise PlanError("quality.length", run.length, allowed)
+    if model.num_sliding_layers or model.attention_logit_softcap or model.latent:
+        allowed = "one whose layers all attend to everything, without softcap or latent attention"
+        raise PlanError("quality.model", model.name, allowed)
+    left, heads = run.kv_heads, model.num_kv_heads
+    if Change.FEWER_KV_HEADS in run.changes and (left >= heads or heads % left):
+        allowed = f"a divisor below {heads}, the key/value heads of {model.name}"
+        raise PlanError("quality.kv_heads", left, allowed)
 
 
 QUALITY_COLUMNS = (
@@ -182,7 +196,9 @@ def change_verdict(change: Change, found: Mapping[str, Any], floor: float) -> st
 def quality_cells(part: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return QUALITY_COLUMNS of a model's table: exact first, then system, then algorithm."""
     exact = part["exact"]
-    rows = [("exact", "-", "0", "0", "100 %", f"{exact['perplexity']:.4g}", *_recall(exact), "-")]
+    rows: list[tuple[str, ...]] = [
+        ("exact", "-", "0", "0", "100 %", f"{exact['perplexity']:.4g}", *_recall(exact), "-")
+    ]
     changes = sorted((Change(name) for name in part["changes"]), key=_order)
     for change in changes:
         found = part["changes"][change]

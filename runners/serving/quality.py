@@ -104,7 +104,8 @@ def _pooled(heads: Tensor, left: int) -> Tensor:
     if number % left or left >= number:
         allowed = f"a part of the model's {number} key/value heads"
         raise PlanError("quality.kv_heads", left, allowed)
-    return heads.unflatten(1, (left, number // left)).mean(2)
+    pooled: Tensor = heads.unflatten(1, (left, number // left)).mean(2)  # type: ignore[no-untyped-call]
+    return pooled
 
 
 class Prober:

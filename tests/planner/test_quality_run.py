@@ -98,6 +98,8 @@ def test_a_cpu_has_all_changes_but_our_kernels_and_fp32() -> None:
         ({"weights": "/here"}, "quality.weights is '/here': it must be left out"),
         ({"model": {"preset": "gpt2"}, "length": 2048}, "the positions of"),
         ({"windo": 3}, "windo"),
+        ({"model": MODEL, "kv_heads": 3}, "quality.kv_heads is 3: it must be a divisor below 8"),
+        ({"model": {"preset": "gemma-2-9b"}}, "quality.model is"),
     ],
 )
 def test_what_cannot_be_probed_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
