@@ -145,12 +145,20 @@ def levers_figure(rows: Sequence[Row], show: Callable[[float], str]) -> go.Figur
             base=1,
             orientation="h",
             marker=predicted_marker(colour),
-            text=[f"× {row['factor']:.2f}" for row in own],
-            textposition="outside",
-            cliponaxis=False,
-            customdata=[show(row["value"]) for row in own],
-            hovertemplate="%{y}: <b>%{customdata}</b>, %{text}<extra></extra>",
+            customdata=[[show(row["value"]), f"× {row['factor']:.2f}"] for row in own],
+            hovertemplate="%{y}: <b>%{customdata[0]}</b>, %{customdata[1]}<extra></extra>",
         )
+    # Beside a bar that goes left the factor would lie on the lever's name.
+    figure.add_scatter(
+        x=[max(row["factor"], 1.0) for row in shown],
+        y=[row["name"] for row in shown],
+        mode="text",
+        text=[f"  × {row['factor']:.2f}" for row in shown],
+        textposition="middle right",
+        cliponaxis=False,
+        showlegend=False,
+        hoverinfo="skip",
+    )
     factors = [row["factor"] for row in shown] or [1.0]
     low, high = min(*factors, 1.0), max(*factors, 1.0)
     room = 0.22 * max(high - low, 0.2)

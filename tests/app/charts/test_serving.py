@@ -46,9 +46,11 @@ def test_levers_start_at_one_and_those_that_do_not_fit_are_left_out() -> None:
         {"name": "many", "kind": "system", "factor": None, "value": None},
     ]
     figure = charts.levers_figure(rows, str)
-    assert [(trace.name, list(trace.x), trace.base) for trace in figure.data] == [
+    assert [(trace.name, list(trace.x), trace.base) for trace in figure.data[:2]] == [
         ("system lever", [1.0], 1), ("model lever", [-0.5], 1),
     ]  # fmt: skip
+    # The factor stands right of every bar, never on the lever's name.
+    assert list(figure.data[2].x) == [2.0, 1.0]
 
 
 def test_capacity_rates_course_and_comparison_hold_what_they_are_given() -> None:
