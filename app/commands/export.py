@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,9 +52,11 @@ def export_command(
         print_json({"schema": 1, **found.to_dict()})
         return
     for file in found.files:
-        print_line(f"# {file.name}" if folder is None else f"Wrote {folder / file.name}")
         if folder is None:
-            print_line(file.text)
+            # As it is: a line that was wrapped to the terminal would be another command.
+            sys.stdout.write(f"# {file.name}\n{file.text}\n")
+        else:
+            print_line(f"Wrote {folder / file.name}")
     for note in found.notes:
         print_line(f"Note: {note}")
 

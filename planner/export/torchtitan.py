@@ -52,7 +52,7 @@ _IMPLEMENTATIONS = {
     Optimizer.ADAMW_LOOP: "for-loop",
 }
 _CHECKPOINTING_ARGUMENTS = {
-    Checkpointing.NONE: "activation-checkpoint:None",
+    Checkpointing.NONE: "activation-checkpoint:none",
     Checkpointing.FULL: "activation-checkpoint:full-ac",
     Checkpointing.SELECTIVE: "activation-checkpoint:selective-ac",
 }
