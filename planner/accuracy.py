@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.as_run import as_run
+from planner.as_run import alone, as_run
 from planner.comparison import (
     MEMORY_QUANTITIES,
     TIME_QUANTITIES,
@@ -23,20 +23,18 @@ from planner.comparison import (
     groups_of,
 )
 from planner.errors import PlanError
-from planner.memory.overheads import NCCL_OVERHEAD
 from planner.plan import parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
 from planner.serving.runs import compare_served, served_traits
 from planner.speed.calibrated import rows_used
-from planner.verdict import State, decide
+from planner.verdict import State
 from planner.workload import TrainingWorkload
 
 SCHEMA = 1
 DONE = "done"
 OUT_OF_MEMORY = "oom_device"
 FAR_OFF_PERCENT = 10.0
-_INTERVAL_ENDS = ("low_bytes", "high_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +237,7 @@ class _Tally:
             return
         try:
             plan = as_run(parse_plan(row.spec["plan"]), row.environment)
+            plan = alone(plan) if row.spec.get("world") == "solo" else plan
             prediction = predict(plan).to_dict()
         except PlanError as error:
             self.not_predicted[row.id] = str(error)
@@ -251,7 +250,7 @@ class _Tally:
         world = str(row.spec.get("world"))
         groups = groups_of(plan, workload, row, prediction["memory"]["device_bytes"])
         if row.role is not Role.CALIBRATION and world != "cpu":
-            state = _state_of_run(prediction, world)
+            state = State(prediction["verdict"]["state"])
             self.judged.append(Judged(row.id, row.role, state, row.outcome, groups))
         if row.outcome == DONE:
             found = compare(prediction, row.measured, world)
@@ -263,7 +262,6 @@ class _Tally:
                 if not (one.quantity in TIME_QUANTITIES and row.id in rows_used())
             ]
 
-
     def _add_served(self, row: RecordedRow) -> None:
         if row.kind in (Kind.DECODE, Kind.SERVE) and row.outcome == DONE:
             groups = served_traits(row)
@@ -271,19 +269,6 @@ class _Tally:
                 Residual(row_id=row.id, role=row.role, comparison=one, groups=groups)
                 for one in compare_served(row)
             ]
-
-
-def _state_of_run(prediction: Mapping[str, Any], world: str) -> State:
-    """Return the verdict on what was run: a rank alone holds no communicator."""
-    verdict = prediction["verdict"]
-    if world != "solo":
-        return State(verdict["state"])
-    overheads = prediction["memory"].get("overheads", ())
-    nccl = sum(row["bytes"] for row in overheads if row["name"] == NCCL_OVERHEAD)
-    if not nccl:
-        return State(verdict["state"])
-    low, high = (None if e is None else e - nccl for e in map(verdict.get, _INTERVAL_ENDS))
-    return decide(verdict["needed_bytes"] - nccl, verdict["capacity_bytes"], low, high)
 
 
 def accuracy_report(rows: Iterable[RecordedRow]) -> AccuracyReport:

@@ -1,4 +1,4 @@
-"""A recorded plan as transformers and the kernels of its time ran it."""
+"""A recorded plan as transformers and the kernels of its time ran it, and its world."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.memory.attention import DIRECTIONS
+from planner.memory.overheads import outside_bytes
 from planner.plan import Plan
 from planner.workload import Attention, TrainingWorkload
 
@@ -41,6 +42,19 @@ def as_run(plan: Plan, environment: Mapping[str, Any]) -> Plan:
     if version < _FIRST_WITHOUT_MASKS and model.num_experts:
         model = replace(model, masks_experts=True)
     return plan if model is plan.model else replace(plan, model=model)
+
+
+def alone(plan: Plan) -> Plan:
+    """Return the plan of a rank that ran alone: what its communicator would hold, segments can.
+
+    That decides where a step nearly fills the GPU, and whether segments were given back.
+    """
+    if not isinstance(plan.workload, TrainingWorkload) or plan.hardware is None:
+        return plan
+    ranks, engine = plan.parallelism.world_size, plan.parallelism.engine
+    nccl_bytes = outside_bytes(plan.workload, engine, ranks, plan.hardware).nccl_bytes
+    visible_bytes = plan.hardware.visible_bytes + nccl_bytes
+    return replace(plan, hardware=replace(plan.hardware, visible_bytes=visible_bytes))
 
 
 def _portable_attention(environment: Mapping[str, Any]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ OUTDATED = (
 OUTDATED_UNDER_AUTOCAST = tuple(family for family in FAMILIES if family != "qwen2")
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
-    "gemma2": ("bf16",),
+    "gemma2": ("bf16", "autocast"),
     "llama": ("bf16",),
     "qwen3": ("bf16",),
 }

@@ -20,6 +20,7 @@ from planner.accuracy import (
     unexplained,
 )
 from planner.comparison import TIME_QUANTITIES, compare
+from planner.hardware import resolve_gpu
 from planner.plan import Plan
 from planner.records import RecordedRow, parse_row, row_id
 from planner.speed.calibrated import rows_used
@@ -176,18 +177,21 @@ def test_history_is_of_device_bytes_else_of_reserved_bytes(verdict: FixedPredict
     assert found[0][0]["engine"] == "peakmark"
 
 
-@pytest.mark.parametrize(("world", "state"), [("nccl", "does_not_fit"), ("solo", "fits")])
-def test_a_rank_alone_is_judged_without_a_communicator(
-    verdict: FixedPrediction, monkeypatch: pytest.MonkeyPatch, world: str, state: str
+@pytest.mark.parametrize(("world", "more_mib"), [("nccl", 0), ("solo", 842 - 70)])
+def test_a_rank_alone_has_the_memory_that_a_communicator_would_hold(
+    verdict: FixedPrediction, monkeypatch: pytest.MonkeyPatch, world: str, more_mib: int
 ) -> None:
-    """100 needed, 98 to 102, of 90: with 20 for NCCL too much, without them enough."""
-    document = verdict.to_dict()
-    ends = {"needed_bytes": 100, "low_bytes": 98, "high_bytes": 102, "capacity_bytes": 90}
-    document["verdict"] = {"state": "does_not_fit", **ends}
-    document["memory"]["overheads"] = [{"name": "nccl", "bytes": 20}]
-    monkeypatch.setattr(verdict, "to_dict", lambda: document)
-    [judged] = accuracy_report([recorded({"allocated_bytes": 1}, world=world)]).judged
-    assert judged.state == state
+    """Of two ranks: what NCCL takes, less what work on streams of its own takes anyway."""
+    plan = {
+        **PLAN,
+        "parallelism": {"zero_stage": 2, "world_size": 2},
+        "hardware": {"preset": "h200-sxm5-141gb"},
+    }
+    seen: list[Plan] = []
+    monkeypatch.setattr(accuracy, "predict", lambda plan: seen.append(plan) or verdict)
+    accuracy_report([recorded({"allocated_bytes": 1}, world=world, plan=plan)])
+    whole = resolve_gpu("h200-sxm5-141gb").visible_bytes
+    assert seen[0].hardware.visible_bytes - whole == more_mib * 2**20
 
 
 def test_rows_of_other_kinds_and_outcomes_are_not_counted(verdict: FixedPrediction) -> None:
