@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.serving.times import ServedModel, StepPart, StepTimes
 from planner.throughput import CALIBRATED, OperationTime, Throughput, main_bound, peak_flop_s
-from planner.workload import ServingWorkload, WeightsDtype
+from planner.workload import KvDtype, ServingWorkload, WeightsDtype
 
 _COMPUTE_DTYPE = {WeightsDtype.FP32: "fp32", WeightsDtype.FP16: "fp16"}
 
@@ -19,14 +21,10 @@ def decode_throughput(
     Quantised weights are widened before the product, so 16-bit rates bound it.
     """
     peak, note = peak_flop_s(gpu, _COMPUTE_DTYPE.get(workload.weights_dtype, "bf16"))
-    times = StepTimes(
-        ServedModel(
-            spec=spec,
-            gpu=gpu,
-            weights_dtype=workload.weights_dtype,
-            kv_dtype=workload.kv_dtype,
-        )
+    served = ServedModel(
+        spec=spec, gpu=gpu, weights_dtype=workload.weights_dtype, kv_dtype=workload.kv_dtype
     )
+    times = StepTimes(served)
     total_tokens = workload.sequences * workload.context_length
     operations = tuple(map(_operation, times.decode_parts(workload.sequences, total_tokens)))
     step_time_s = sum(op.time_s for op in operations)
@@ -41,12 +39,25 @@ def decode_throughput(
         flops_per_step=flops,
         operations=operations,
         communication=(),
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (note, _scales_note(served, workload, step_time_s)))),
         label=CALIBRATED,
         source=times.source,
         ideal_s=sum(
             max(op.flops / peak, op.bytes / gpu.mem_bandwidth_bytes_s) for op in operations
         ),
+    )
+
+
+def _scales_note(served: ServedModel, workload: ServingWorkload, step_time_s: float) -> str | None:
+    """Say what an fp8 cache costs with a scale for each token and head, as our engine keeps it."""
+    if workload.kv_dtype is not KvDtype.FP8:
+        return None
+    total_tokens = workload.sequences * workload.context_length
+    scaled = StepTimes(replace(served, token_scales=True))
+    ratio = scaled.decode_s(workload.sequences, total_tokens) / step_time_s
+    return (
+        "The fp8 cache has one scale per tensor. With one for each token and head, as `peakmark decode` "
+        f"keeps it, a step takes {ratio:.2f} times as long."
     )
 
 

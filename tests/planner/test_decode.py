@@ -10,7 +10,7 @@ from planner.decode import decode_throughput
 from planner.hardware import resolve_gpu
 from planner.presets import resolve_model
 from planner.throughput import Throughput
-from planner.workload import ServingWorkload, WeightsDtype
+from planner.workload import KvDtype, ServingWorkload, WeightsDtype
 
 H200 = resolve_gpu("h200")
 
@@ -53,6 +53,17 @@ def test_smaller_weights_decode_faster() -> None:
         for dtype in (WeightsDtype.FP32, WeightsDtype.BF16, WeightsDtype.FP8, WeightsDtype.INT4)
     ]
     assert times == sorted(times, reverse=True)
+
+
+def test_an_fp8_cache_says_what_scales_for_each_token_would_cost() -> None:
+    plain = decode(sequences=32, context_length=8192)
+    found = decode(sequences=32, context_length=8192, kv_dtype=KvDtype.FP8)
+    assert found.step_time_s < plain.step_time_s and plain.notes == ()
+    [note] = found.notes
+    assert note.startswith("The fp8 cache has one scale per tensor.")
+    # Measured with such scales: 14.83 ms.
+    ratio = float(note.split(" takes ")[1].split()[0])
+    assert ratio * found.step_time_s == pytest.approx(14.83e-3, rel=0.05)
 
 
 def test_a_window_bounds_what_decoding_reads() -> None:
