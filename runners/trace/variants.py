@@ -44,6 +44,7 @@ OUTDATED_UNDER_AUTOCAST = tuple(family for family in FAMILIES if family != "qwen
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "gemma2": ("bf16", "autocast"),
     "llama": ("bf16",),
+    "olmo2": ("bf16",),
     "qwen3": ("bf16",),
 }
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
