@@ -51,11 +51,6 @@ _IMPLEMENTATIONS = {
     Optimizer.ADAMW_FOREACH: "foreach",
     Optimizer.ADAMW_LOOP: "for-loop",
 }
-_CHECKPOINTING_ARGUMENTS = {
-    Checkpointing.NONE: "activation-checkpoint:none",
-    Checkpointing.FULL: "activation-checkpoint:full-ac",
-    Checkpointing.SELECTIVE: "activation-checkpoint:selective-ac",
-}
 
 
 def torchtitan_draft(plan: Plan) -> Draft:
@@ -154,7 +149,8 @@ def _arguments(plan: Plan, workload: TrainingWorkload, name: str) -> str:
     words += ["--module", module, "--config", function]
     for key, value in options.items():
         words += [key.replace("_", "-")] + ([] if value is None else [str(value)])
-    words.append(_CHECKPOINTING_ARGUMENTS[workload.checkpointing])
+    # A subcommand, so it comes last.
+    words.append(f"activation-checkpoint:{workload.checkpointing}")
     return f"#!/bin/bash\n# Exported by Peakmark for torchtitan 0.3\nexec {shlex.join(words)}\n"
 
 

@@ -204,6 +204,8 @@ def test_torchtitans_toml() -> None:
         assert options["--training.seq-len"] == str(section["seq_len"])
         assert options["--training.max-norm"] == str(section["max_norm"])
         assert options["--module"] == "llama3"
+        # The subcommands of torchtitan 0.3.0's own parser.
+        assert words[-1] == f"activation-checkpoint:{one.workload.checkpointing}"
 
 
 def test_torchtitan_splits_and_counts_its_batch() -> None:
