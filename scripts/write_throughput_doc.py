@@ -1,0 +1,216 @@
+"""Write docs/throughput.md from recorded/: how far predicted step times are off, and why.
+
+Part of `make accuracy`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from planner.accuracy import AccuracyReport, Residual, accuracy_report, summarize
+from planner.as_run import as_run
+from planner.comparison import ALONE
+from planner.plan import parse_plan
+from planner.public_speed import PublicSpeed, public_speeds
+from planner.records import Kind, RecordedRow, Role, read_file
+from planner.speed.calibrated import rates_of, rows_used
+from planner.speed.step import training_step
+from planner.workload import TrainingWorkload
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "throughput.md"
+PUBLIC = ROOT / "recorded" / "public" / "training_speed.json"
+QUANTITIES = {"step_time": "whole step", ALONE: "one rank alone"}
+# A published time that is off by more than this is explained.
+EXPLAINED_PERCENT = 20.0
+GROUPS = {
+    "Engine and stage": ("engine", "stage"),
+    "World size": ("world size",),
+    "Architecture": ("architecture",),
+    "Attention": ("attention",),
+    "Checkpointing": ("checkpointing",),
+    "Precision": ("precision",),
+    "Optimizer": ("optimizer",),
+}
+HEAD = """# How far predicted times are off
+
+Written by `make accuracy` from `recorded/`; do not edit. How a step is timed stands in
+[throughput-model.md](throughput-model.md). Error in percent: 100 x (predicted - measured) / measured, of steps on an
+H200 with the shipped curves. **whole step**: one GPU, or two with NCCL. **one rank alone**: one of N,
+without the others (world `solo`). Rows held out were chosen before anything was tuned and used for nothing since.
+"""
+USED = """
+{n} rows set a constant of the host (its pace, and DeepSpeed's work per parameter) and count nowhere:
+{rows}.
+"""
+BOUND = """
+Where the GPU sets the pace its kernels are predicted one by one. Where it waits for the host that starts
+them, a step takes as long as a process on a shared machine happens to take: the same plan, run again,
+differs by as much as the next table says. No number for a plan can be nearer than the median of its runs.
+"""
+REPEATS = """
+**Plans that were run more than once**: each run beside the median of the others, what is left when everything
+about a plan is known but the moment; and beside the median of all, itself among them.
+"""
+PUBLISHED = """
+Step times that others published, on GPUs whose curves were never measured: what an H200 reaches of its sheet
+is assumed of theirs. `bubble` and `group` are the parts of the predicted step that wait for a pipeline and
+for tensor, context or expert parallel GPUs.
+"""
+SPLITS = """
+## What splitting a model costs
+
+All of it is in a plan's step time: `pipeline.bubble` and `group.exposed` of its operations.
+
+| split | cost | source |
+|---|---|---|
+| pipeline p | waits (p - 1) / micro-batches of the working time; activations to the next stage and gradients to the one before | Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: the bubble of 1F1B |
+| tensor t | two all-reduces of tokens x hidden size per layer and direction, 2 (t - 1) / t of the volume each; with sequence parallelism gathers and reduce-scatters of the same volume | Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2 |
+| context c | c - 1 blocks of keys and values around the ring, in the backward their gradients too | Liu et al. 2023 (arXiv 2310.01889), section 3 |
+| expert e | every token's copies out and back in two all-to-alls per layer and direction, (e - 1) / e of them | Lepikhin et al. 2020 (arXiv 2006.16668), section 3.2 |
+"""
+RULE = "|---|--:|--:|--:|--:|--:|"
+
+
+def recorded_rows(root: Path) -> list[RecordedRow]:
+    """Return all recorded rows, by file."""
+    return [
+        row
+        for path in sorted((root / "recorded").glob("*.jsonl"))
+        for row in read_file(path)
+        if row.kind is Kind.TRAIN_STEP
+    ]
+
+
+def is_host_bound(row: RecordedRow) -> bool:
+    """Whether the planner says that a row's GPU waited for its host."""
+    plan = as_run(parse_plan(row.spec["plan"]), row.environment)
+    assert isinstance(plan.workload, TrainingWorkload)
+    is_alone = row.spec["world"] == "solo" and plan.parallelism.world_size > 1
+    rates = rates_of(plan.hardware)
+    step = training_step(plan.model, plan.workload, plan.parallelism, rates, alone=is_alone)
+    return float(step.host_step_s) > float(step.gpu_step_s)
+
+
+def render(rows: Sequence[RecordedRow], report: AccuracyReport, public: Path = PUBLIC) -> str:
+    """Return the document's text."""
+    timed = [r for r in report.counted() if r.comparison.quantity in QUANTITIES]
+    ids = {residual.row_id for residual in timed}
+    host_bound = {row.id for row in rows if row.id in ids and is_host_bound(row)}
+    lines = [HEAD, "## Errors\n", *_overall(timed, host_bound), BOUND]
+    lines += [REPEATS, *_repeats(rows, host_bound, ids)]
+    lines.append(USED.format(n=len(rows_used()), rows=_listed(sorted(rows_used()))))
+    for title, names in GROUPS.items():
+        lines += [f"\n### {title}\n", *_grouped(timed, names)]
+    lines += ["\n## Published times", PUBLISHED, *_published(public_speeds(public)), SPLITS]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _listed(ids: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in ids)
+
+
+def _line(words: str, errors: Sequence[float]) -> str:
+    found = summarize(errors)
+    return (
+        f"| {words} | {found.n} | {found.mean_percent:+.1f} % | "
+        f"{found.mean_absolute_percent:.1f} % | {found.p90_percent:.1f} % | {found.worst_percent:+.1f} % |"
+    )
+
+
+def _table(first: str) -> list[str]:
+    return [f"| {first} | n | mean | mean absolute | p90 | worst |", RULE]
+
+
+def _overall(timed: Sequence[Residual], host_bound: set[str]) -> Iterator[str]:
+    """Errors of each quantity: all rows, those held out, by what bounds the step."""
+    choices: dict[str, Callable[[Residual], bool]] = {
+        "all": lambda r: True,
+        "held out": lambda r: r.role is Role.HOLDOUT,
+        "the GPU sets the pace": lambda r: r.row_id not in host_bound,
+        "of these held out": lambda r: r.row_id not in host_bound and r.role is Role.HOLDOUT,
+        "the host sets the pace": lambda r: r.row_id in host_bound,
+        "of those held out": lambda r: r.row_id in host_bound and r.role is Role.HOLDOUT,
+    }
+    yield from _table("rows")
+    for quantity, words in QUANTITIES.items():
+        for name, is_chosen in choices.items():
+            errors = [
+                r.comparison.error_percent
+                for r in timed
+                if r.comparison.quantity == quantity and is_chosen(r)
+            ]
+            if errors:
+                yield _line(f"{words}: {name}", errors)
+
+
+def _repeats(rows: Iterable[RecordedRow], host_bound: set[str], ids: set[str]) -> Iterator[str]:
+    """How far runs of one plan lie from the median of its other runs."""
+    plans: dict[str, list[RecordedRow]] = defaultdict(list)
+    for row in rows:
+        if row.id in ids:
+            key = [row.spec["plan"], row.spec["world"], row.spec.get("rank")]
+            plans[json.dumps(key, sort_keys=True)].append(row)
+    errors: dict[str, list[float]] = defaultdict(list)
+    for same in plans.values():
+        times_s = [float(row.measured["step_time_s"]) for row in same]
+        words = f"the {'host' if same[0].id in host_bound else 'GPU'} sets the pace: beside"
+        for i, time_s in enumerate(times_s):
+            if others := times_s[:i] + times_s[i + 1 :]:
+                errors[f"{words} the others"].append(100 * (median(others) / time_s - 1))
+                errors[f"{words} all"].append(100 * (median(times_s) / time_s - 1))
+    yield from _table("runs")
+    for words in sorted(errors):
+        yield _line(words, errors[words])
+
+
+def _grouped(timed: Sequence[Residual], names: Sequence[str]) -> Iterator[str]:
+    parted: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for residual in timed:
+        key = (QUANTITIES[residual.comparison.quantity], *(residual.groups[n] for n in names))
+        parted[key].append(residual.comparison.error_percent)
+    yield from _table(" ".join(names))
+    for key in sorted(parted, key=lambda k: (k[0] != "whole step", [_natural(v) for v in k[1:]])):
+        yield _line(f"{key[0]}: {' '.join(key[1:])}", parted[key])
+
+
+def _natural(value: str) -> tuple[int, str]:
+    return (int(value), "") if value.isdigit() else (0, value)
+
+
+def _published(cases: Sequence[PublicSpeed]) -> Iterator[str]:
+    yield "| run | published | predicted | error | bound | bubble | group |"
+    yield "|---|--:|--:|--:|---|--:|--:|"
+    for case in cases:
+        spent = {op.name: op.time_s for op in case.predicted.operations}
+        shares = [
+            f"{100 * spent.get(name, 0.0) / case.predicted.step_time_s:.0f} %"
+            for name in ("pipeline.bubble", "group.exposed")
+        ]
+        yield (
+            f"| {case.label} | {case.published_s:.3g} s | {case.predicted.step_time_s:.3g} s | "
+            f"{case.error_percent:+.0f} % | {case.predicted.bound} | {' | '.join(shares)} |"
+        )
+    yield ""
+    errors = [case.error_percent for case in cases]
+    found = summarize(errors)
+    yield (
+        f"{found.n} runs: mean {found.mean_percent:+.1f} %, mean absolute "
+        f"{found.mean_absolute_percent:.1f} %, worst {found.worst_percent:+.0f} %. "
+        f"More than {EXPLAINED_PERCENT:.0f} % off:\n"
+    )
+    notes: dict[str, list[str]] = defaultdict(list)
+    for case in cases:
+        if abs(case.error_percent) > EXPLAINED_PERCENT:
+            notes[case.note].append(case.label)
+    yield from (f"- {'; '.join(labels)}: {note}" for note, labels in notes.items())
+    yield "\nSources: " + "; ".join(dict.fromkeys(case.source for case in cases)) + "."
+
+
+if __name__ == "__main__":
+    every = recorded_rows(ROOT)
+    DOCUMENT.write_text(render(every, accuracy_report(every)))
