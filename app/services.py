@@ -238,52 +238,6 @@ def _curve_point(
     }
 
 
-def changes_that_fit(plan: Plan) -> list[dict[str, Any]]:
-    """Return the single changes that make a training plan fit, those that leave it tight last.
-
-    Among either the most memory left is last. Each is a dictionary of `change` (words),
-    `device_bytes`, `state` (the verdict's) and the changed plan's `plan`.
-    """
-    return _changes_that_fit(plan_hash(plan), _canonical(plan))
-
-
-@st.cache_data(max_entries=100, show_spinner=False)
-def _changes_that_fit(digest: str, _plan_text: str) -> list[dict[str, Any]]:
-    document = json.loads(_plan_text)
-    found = []
-    for part, key, value in _single_changes(document):
-        changed = {**document, part: {**document[part], key: value}}
-        with suppress(PlanError):
-            prediction = predict(parse_plan(changed)).to_dict()
-            state = prediction["verdict"]["state"]
-            if state != "does_not_fit":
-                words = f"{key.replace('_', ' ')} {value}"
-                size = {"device_bytes": prediction["memory"]["device_bytes"], "state": state}
-                found.append({"change": words, **size, "plan": changed})
-    return sorted(found, key=lambda change: (change["state"] == "tight", -change["device_bytes"]))
-
-
-def _single_changes(document: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return (part, key, value) of every change that may save memory, one at a time."""
-    workload, parallelism = document["workload"], document["parallelism"]
-    worlds = [parallelism["world_size"] * factor for factor in (2, 4, 8)]
-    choices: list[tuple[str, str, list[Any]]] = [
-        ("workload", "attention", ["sdpa"]),
-        ("workload", "checkpointing", ["full"]),
-        ("workload", "micro_batch", [workload["micro_batch"] // 2 or 1, 1]),
-        ("workload", "precision", ["bf16"]),
-        ("parallelism", "zero_stage", [1, 2, 3]),
-        ("parallelism", "world_size", worlds),
-    ]
-    return [
-        (part, key, value)
-        for part, key, values in choices
-        for value in dict.fromkeys(values)
-        if value != document[part][key]
-        and (key != "zero_stage" or value > parallelism["zero_stage"])
-    ]
-
-
 def small_proof(plan: Plan) -> Plan:
     """Return a plan of the same choices that any host can run: a few narrow layers, two ranks."""
     document = plan.to_dict()

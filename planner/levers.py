@@ -101,14 +101,17 @@ class Remedies:
         }
 
 
-def levers_of(plan: Plan, prediction: Prediction | None = None) -> list[Lever]:
+def levers_of(
+    plan: Plan, prediction: Prediction | None = None, *, replay: bool = True
+) -> list[Lever]:
     """Return every single change that can be planned, those that save the most bytes first.
 
-    Each is predicted with its allocator replayed, tens of milliseconds each. Raises PlanError for a
-    serving plan.
+    Each is predicted with its allocator replayed, tens of milliseconds each; without `replay` its
+    segments are the plan's share of the allocated peak. Raises PlanError for a serving plan.
     """
     before = prediction or predict(plan)
-    found = [lever for change in changes_of(plan) if (lever := _lever(before, change))]
+    share = None if replay else _segment_share(before)
+    found = [lever for change in changes_of(plan) if (lever := _lever(before, change, share))]
     return sorted(found, key=lambda lever: -lever.saved_bytes)
 
 
@@ -162,11 +165,12 @@ def speeding(levers: Iterable[Lever]) -> list[Lever]:
 def remedies(plan: Plan, levers: Sequence[Lever], prediction: Prediction | None = None) -> Remedies:
     """Return the smallest changes that make a plan fit; `levers` are its own.
 
-    Where no single change of the system fits, many more GPUs are tried, then pairs: by the formulas,
-    with the plan's share of segments, and the smallest of those that fit are replayed.
+    Where no single change of the system fits, many more GPUs are tried, then pairs, by the formulas
+    with the plan's share of segments. Whatever is returned was replayed.
     """
+    before = prediction or predict(plan)
     system, algorithm = of_kind(levers, Kind.SYSTEM), of_kind(levers, Kind.ALGORITHM)
-    singles, before = _fitting(system), prediction or predict(plan)
+    singles = _replayed(before, _fitting(system))
     far = () if singles else tuple(more_gpus(plan, _FAR_FACTORS))
     singles = singles or _replayed(before, _likely(before, far))
     savers = [lever.change for lever in system if lever.saved_bytes > 0]
@@ -176,7 +180,7 @@ def remedies(plan: Plan, levers: Sequence[Lever], prediction: Prediction | None 
     return Remedies(
         singles=singles,
         pairs=pairs,
-        algorithms=_fitting(algorithm),
+        algorithms=_replayed(before, _fitting(algorithm)),
         closest=None if singles or pairs else closest,
     )
 
@@ -191,23 +195,25 @@ def _size(lever: Lever) -> tuple[Any, ...]:
     )
 
 
-def _fitting(levers: Iterable[Lever]) -> tuple[Lever, ...]:
-    found = [lever for lever in levers if lever.state is State.FITS]
-    return tuple(sorted(found, key=_size)[:MOST_SHOWN])
+def _fitting(levers: Iterable[Lever]) -> list[Lever]:
+    """Return the levers that fit, the smallest first."""
+    return sorted((lever for lever in levers if lever.state is State.FITS), key=_size)
 
 
 def _likely(before: Prediction, changes: Iterable[Change]) -> list[Lever]:
     """Return the changes that fit by the formulas, with the plan's share of segments, smallest first."""
-    memory = before.memory
-    share = memory["reserved_bytes"] / memory["allocated_bytes"] - 1
-    found = [lever for change in changes if (lever := _lever(before, change, share))]
-    return sorted((lever for lever in found if lever.state is State.FITS), key=_size)
+    share = _segment_share(before)
+    return _fitting(lever for change in changes if (lever := _lever(before, change, share)))
 
 
-def _replayed(before: Prediction, levers: Iterable[Lever]) -> tuple[Lever, ...]:
+def _segment_share(before: Prediction) -> float:
+    return float(before.memory["reserved_bytes"] / before.memory["allocated_bytes"] - 1)
+
+
+def _replayed(before: Prediction, levers: Sequence[Lever]) -> tuple[Lever, ...]:
     """Return the first levers that fit when their allocator is replayed."""
     found: list[Lever] = []
-    for lever in list(levers)[:MOST_REPLAYED]:
+    for lever in levers[:MOST_REPLAYED]:
         replayed = _lever(before, lever.change)
         if replayed is not None and replayed.state is State.FITS:
             found.append(replayed)

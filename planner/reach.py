@@ -60,12 +60,14 @@ REACHES = tuple(_STEPS)
 def largest_that_fits(plan: Plan, name: str) -> Reach:
     """Return the largest value of one of `REACHES` that fits, by bisection of single predictions.
 
-    Doubles until a plan no longer fits, then halves the gap; lengths are multiples of 128. Raises
-    PlanError for a serving plan.
+    The formulas, with the plan's share of segments, say where to look; the answer and the next value
+    are replayed. Lengths are multiples of 128. Raises PlanError for a serving plan.
     """
     if plan.job != "train":
         raise PlanError("job", str(plan.job), "train, as training steps are bisected")
     step, most = _STEPS[name]
+    memory = predict(plan).memory
+    share = memory["reserved_bytes"] / memory["allocated_bytes"] - 1
     tried: dict[int, Prediction | PlanError] = {}
 
     def answer(number: int) -> Prediction | PlanError:
@@ -73,11 +75,10 @@ def largest_that_fits(plan: Plan, name: str) -> Reach:
             tried[number] = _predicted(plan, name, number * step)
         return tried[number]
 
-    def fits(number: int) -> bool:
-        found = answer(number)
-        return isinstance(found, Prediction) and found.verdict.state is State.FITS
-
-    count = bisect_largest(fits, most // step)
+    guess = bisect_largest(
+        lambda number: _fits(_predicted(plan, name, number * step, share)), most // step
+    )
+    count = largest_near(lambda number: _fits(answer(number)), guess, most // step)
     following = answer(min(count + 1, most // step))
     found = answer(count) if count else None
     return Reach(
@@ -104,7 +105,30 @@ def bisect_largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _predicted(plan: Plan, name: str, value: int) -> Prediction | PlanError:
+def largest_near(fits: Callable[[int], bool], guess: int, most: int) -> int:
+    """Return as `bisect_largest` does, beginning at a `guess` and doubling the way from there."""
+    if guess and not fits(guess):
+        low, high, way = guess - 1, guess, 1
+        while low > 0 and not fits(low):
+            low, high, way = max(0, low - 2 * way), low, 2 * way
+    else:
+        low, high, way = guess, guess + 1, 1
+        while high <= most and fits(high):
+            low, high, way = high, high + 2 * way, 2 * way
+        high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _fits(found: Prediction | PlanError) -> bool:
+    return isinstance(found, Prediction) and found.verdict.state is State.FITS
+
+
+def _predicted(
+    plan: Plan, name: str, value: int, segment_share: float | None = None
+) -> Prediction | PlanError:
     document = plan.to_dict()
     if name == "num_layers":
         overrides = {**document["model"].get("overrides", {}), "num_hidden_layers": value}
@@ -112,7 +136,7 @@ def _predicted(plan: Plan, name: str, value: int) -> Prediction | PlanError:
     else:
         document["workload"] = {**document["workload"], name: value}
     try:
-        return predict(parse_plan(document))
+        return predict(parse_plan(document), segment_share=segment_share)
     except PlanError as problem:
         return problem
 

@@ -16,6 +16,7 @@ from app.components.export_box import show_export_box
 from app.components.figure import show_table
 from app.components.hardware_form import hardware_form
 from app.components.header import current_values, unit
+from app.components.levers_view import show_levers, show_remedies
 from app.components.model_form import model_form
 from app.components.problems import told_in_one_sentence
 from app.components.proof_box import show_proof_box
@@ -63,16 +64,20 @@ def _form() -> dict[str, Any] | None:
 
 def _answer(plan: Plan, prediction: Mapping[str, Any]) -> None:
     chosen = unit()
+    fits = prediction["verdict"]["state"] == "fits"
+    # Both are filled last: they take a second where everything else is there at once.
+    remedies = st.empty()
     if plan.job == "train":
+        if not fits:
+            remedies.caption("Looking for the smallest change that makes it fit …")
         left, right = st.columns([3, 2])
         with left:
-            too_big = prediction["verdict"]["state"] == "does_not_fit"
-            changes = services.changes_that_fit(plan) if too_big else None
-            show_verdict(prediction, chosen, changes)
+            show_verdict(prediction, chosen)
         with right, told_in_one_sentence():
             show_proof_box(plan, prediction, chosen)
     else:
         show_verdict(prediction, chosen)
+    levers = st.container()
     for note in prediction["notes"]:
         st.caption(f":material/info: {note}")
     if plan.job == "train":
@@ -83,6 +88,11 @@ def _answer(plan: Plan, prediction: Mapping[str, Any]) -> None:
     _take_away(plan, prediction)
     if plan.job == "train":
         _paper_view(prediction)
+        if not fits:
+            with remedies.container(), told_in_one_sentence():
+                show_remedies(plan, chosen)
+        with levers, told_in_one_sentence():
+            show_levers(plan, chosen)
 
 
 def _take_away(plan: Plan, prediction: Mapping[str, Any]) -> None:

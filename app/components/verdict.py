@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import streamlit as st
@@ -10,12 +10,10 @@ import streamlit as st
 from app.charts.style import size_text, words
 from app.components.figure import metric_row
 from app.plan_words import speed_detail
-from app.state import DEFAULTS, values_of_plan
 from planner.error_history import Interval
 from planner.units import format_count, format_seconds
 from planner.verdict import verdict_sentence
 
-CHANGES_SHOWN = 4
 LOOKS: Mapping[str, tuple[str, str, str]] = {
     "fits": ("FITS", "green", ":material/check_circle:"),
     "tight": ("TIGHT", "orange", ":material/warning:"),
@@ -23,13 +21,8 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
 }
 
 
-def show_verdict(
-    prediction: Mapping[str, Any], unit: str, changes: Sequence[Mapping[str, Any]] | None = None
-) -> None:
-    """Draw the verdict with the headroom per GPU, and what explains it.
-
-    `changes` are those that would make it fit; None where that is not the question.
-    """
+def show_verdict(prediction: Mapping[str, Any], unit: str) -> None:
+    """Draw the verdict with the headroom per GPU, and what explains it."""
     verdict = prediction["verdict"]
     label, colour, icon = LOOKS[verdict["state"]]
     with st.container(border=True, key="verdict"):
@@ -38,8 +31,6 @@ def show_verdict(
         st.markdown(peak_sentence(prediction["memory"], unit))
         with metric_row():
             _memory_metrics(prediction, unit)
-        if changes is not None:
-            show_changes(changes, unit)
 
 
 def sentence_in(verdict: Mapping[str, Any], unit: str) -> str:
@@ -86,31 +77,6 @@ def peak_sentence(memory: Mapping[str, Any], unit: str) -> str:
     largest = max(memory["components"], key=lambda part: part["bytes"])
     size = size_text(largest["bytes"], unit)
     return f"Peak in **{peak_label(memory).lower()}**; the largest part is {words(largest['name'])}, {size}."
-
-
-def show_changes(changes: Sequence[Mapping[str, Any]], unit: str) -> None:
-    """Draw the single changes that make a plan fit, each a link to the changed plan."""
-    if not changes:
-        st.caption("No single change of kernel, checkpointing, precision, stage or GPUs fits.")
-        return
-    st.caption("One change that makes it fit, the smallest saving first:")
-    with st.container(horizontal=True):
-        for change in changes[:CHANGES_SHOWN]:
-            tight = ", tight" if change["state"] == "tight" else ""
-            label = f"{change['change']} → {size_text(change['device_bytes'], unit)}{tight}"
-            st.button(
-                label,
-                key=f"change_{change['change']}",
-                on_click=_apply,
-                args=(change["plan"],),
-            )
-
-
-def _apply(plan: Mapping[str, Any]) -> None:
-    """Set the form to a changed plan; callbacks run before the widgets are drawn."""
-    for key, value in values_of_plan(plan).items():
-        if key in DEFAULTS and st.session_state.get(key) != value:
-            st.session_state[key] = value
 
 
 def peak_label(memory: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ def pages(run_id: str | None) -> dict[str, str]:
         "ledger": "/ledger",
         "ledger_fsdp2": "/ledger?engine=fsdp2&checkpointing=full&seq=16384",
         "ledger_serve": "/ledger?job=serve",
+        "sweep": "/sweep",
         "zero": "/zero",
         "zero_measured": "/zero?model=Qwen/Qwen2.5-0.5B&gpus=2",
         "attention": "/attention?seq=8192",

@@ -83,7 +83,7 @@ def test_nothing_has_no_front() -> None:
 @pytest.mark.parametrize("aim", Aim)
 def test_the_best_is_the_best_of_all_that_fit_when_replayed(aim: Aim) -> None:
     limits = Limits(margin=0.1)
-    found = swept(limits)
+    found = swept(limits, gpus=(1, 8), micro_batch=(1, 4, 16))
     column = {"fastest": "tokens_per_s", "cheapest": "tokens_per_s_per_gpu"}[aim]
     most_bytes = 0.9 * plan_of().hardware.visible_bytes
     reached = {}

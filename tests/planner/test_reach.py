@@ -9,7 +9,7 @@ import pytest
 from planner.errors import PlanError
 from planner.plan import Plan, parse_plan
 from planner.predict import predict
-from planner.reach import TOKENS_STEP, bisect_largest, largest_that_fits
+from planner.reach import TOKENS_STEP, bisect_largest, largest_near, largest_that_fits
 from planner.verdict import State
 
 
@@ -22,6 +22,9 @@ def plan_of(**parts: Any) -> Plan:
 @pytest.mark.parametrize("most", [1, 64, 100, 1000])
 def test_bisection_finds_the_last_that_fits(largest: int, most: int) -> None:
     assert bisect_largest(lambda number: number <= largest, most) == min(largest, most)
+    for guess in (0, 1, 2, 5, min(largest, most), most):
+        found = largest_near(lambda number: number <= largest, min(guess, most), most)
+        assert found == min(largest, most)
 
 
 @pytest.mark.parametrize(
