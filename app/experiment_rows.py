@@ -28,12 +28,15 @@ from planner.experiments.groups import (
 )
 from planner.experiments.lines import FIGURES, Line, SeenRun, columns, lines_of
 from planner.experiments.variables import Kind, spec_variables
-from planner.plan import parse_plan
 from planner.units import format_seconds
+from planner.workload import Parallelism, ServingWorkload, TrainingWorkload, flat_dict
 
 CANDIDATES_SHOWN = 200
 CANDIDATES_TTL_S = 20
 SHORT_ID = 8
+LABEL_VARIABLES = 3
+# How the flag of a comparison begins that changes both kinds of variables at once.
+MIXED = "changes both"
 Show = Callable[[float], str]
 
 
@@ -52,12 +55,10 @@ def figure_text(figure: str, value: float | None, size: Show) -> str:
 
 def spec_words(spec: Mapping[str, Any]) -> str:
     """Return what a spec runs in one line: model and plan, or the shape of attention or decoding."""
-    kind = str(spec.get("kind"))
+    kind, plan = str(spec.get("kind")), spec.get("plan")
+    if isinstance(plan, Mapping) and plan.get("model"):
+        return _plan_words(plan)
     with suppress(PlanError):
-        if spec.get("plan"):
-            plan = parse_plan(spec["plan"])
-            name = plan.model.name.rsplit("/", 1)[-1]
-            return f"{name}: {services.plan_line(plan.to_dict())}"
         values = spec_variables(spec)
         if kind == "decode":
             return (
@@ -71,6 +72,19 @@ def spec_words(spec: Mapping[str, Any]) -> str:
         heads = f"{shape.get('heads')}/{shape.get('kv_heads')} heads of {shape.get('head_dim')}"
         return f"attention {shape.get('batch')} × {shape.get('sequence_length')}, {heads}"
     return kind
+
+
+def _plan_words(plan: Mapping[str, Any]) -> str:
+    """Name the model and the choices of a stored plan, without the time it takes to check it."""
+    model, job = plan["model"], plan.get("job", "train")
+    name = str(model.get("preset") or model.get("name") or "custom model").rsplit("/", 1)[-1]
+    workload = flat_dict(ServingWorkload() if job == "serve" else TrainingWorkload())
+    whole = {
+        "job": job,
+        "workload": {**workload, **(plan.get("workload") or {})},
+        "parallelism": {**flat_dict(Parallelism()), **(plan.get("parallelism") or {})},
+    }
+    return f"{name}: {services.plan_line(whole)}"
 
 
 def candidates(search: str) -> list[dict[str, Any]]:
@@ -215,26 +229,38 @@ def group_rows(
     """Return one line per group for people: its variables, how repeats lie, and the answer."""
     named, answers = varying(analysis, every=every), judged(analysis, baseline, figure)
     base = analysis.groups[baseline]
-    rows = []
-    for index, (group, answer) in enumerate(zip(analysis.groups, answers, strict=True)):
-        spread = group.spread(figure)
-        row: dict[str, Any] = {"group": index + 1}
-        row |= {column_label(n, k): shown(group.variables.get(n)) for n, k in named}
-        row["runs"] = f"{spread.count if spread else 0} of {len(group.lines)}"
-        row["median"] = figure_text(figure, spread.median if spread else None, size)
-        row["min to max"] = (
-            f"{figure_text(figure, spread.low, size)} to {figure_text(figure, spread.high, size)}"
-            if spread and spread.count > 1
-            else ""
+    rows = [
+        {
+            "group": number,
+            **_variables(group, [column for column in named if column[1] is not Kind.WORK]),
+            **_spread_words(group, figure, size),
+            "vs baseline": percent(answer.ratio - 1) if answer and answer.ratio else "",
+            "is it real?": str(answer.answer) if answer else "baseline",
+            "changes": _change_words(base, group) if answer else "",
+            **_variables(group, [column for column in named if column[1] is Kind.WORK]),
+        }
+        for number, (group, answer) in enumerate(
+            zip(analysis.groups, answers, strict=True), start=1
         )
-        row["variation"] = (
-            f"{spread.variation:.2%}" if spread and spread.variation is not None else ""
-        )
-        row["vs baseline"] = percent(answer.ratio - 1) if answer and answer.ratio else ""
-        row["is it real?"] = str(answer.answer) if answer else "baseline"
-        row["changes"] = _change_words(base, group) if answer else ""
-        rows.append(row)
-    return rows
+    ]
+    empty = {name for name in rows[0] if not any(row[name] for row in rows)}
+    return [{name: row[name] for name in row if name not in empty} for row in rows]
+
+
+def _variables(group: Group, named: Sequence[tuple[str, Kind]]) -> dict[str, str]:
+    return {column_label(name, kind): shown(group.variables.get(name)) for name, kind in named}
+
+
+def _spread_words(group: Group, figure: str, size: Show) -> dict[str, str]:
+    spread = group.spread(figure)
+    several = spread is not None and spread.count > 1
+    low, high = (figure_text(figure, getattr(spread, name, None), size) for name in ("low", "high"))
+    return {
+        "runs": f"{spread.count if spread else 0} of {len(group.lines)}",
+        "median": figure_text(figure, spread.median if spread else None, size),
+        "min to max": f"{low} to {high}" if several else "",
+        "variation": f"{spread.variation:.2%}" if spread and spread.variation is not None else "",
+    }
 
 
 def _change_words(base: Group, group: Group) -> str:
@@ -273,25 +299,62 @@ def group_csv(analysis: Analysis, baseline: int, figure: str) -> list[dict[str, 
     return rows
 
 
-def findings(analysis: Analysis, baseline: int, figure: str) -> list[dict[str, Any]]:
-    """Return what the comparisons say in words: answer, sentence, flags, cautions.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What the comparisons with a baseline say in words, each with the numbers of its groups.
 
-    Groups of which the same is said share one entry; `groups` are their numbers.
+    `answers` are whether differences are real and why, `mixed` the comparisons that change both kinds of
+    variables, `cautions` what else to know.
     """
+
+    answers: Mapping[str, Sequence[int]]
+    mixed: Mapping[str, Sequence[int]]
+    cautions: Mapping[str, Sequence[int]]
+
+
+def findings(analysis: Analysis, baseline: int, figure: str) -> Findings:
+    """Return what the comparisons with a baseline say; groups of which the same is said are together."""
     base = analysis.groups[baseline]
-    found: dict[str, dict[str, Any]] = {}
-    answers = judged(analysis, baseline, figure)
-    for number, (group, answer) in enumerate(zip(analysis.groups, answers, strict=True), start=1):
+    answers: dict[str, list[int]] = {}
+    mixed: dict[str, list[int]] = {}
+    others: dict[str, list[int]] = {}
+    found = judged(analysis, baseline, figure)
+    for number, (group, answer) in enumerate(zip(analysis.groups, found, strict=True), start=1):
         if answer is None:
             continue
-        said = {
-            "answer": str(answer.answer),
-            "sentence": answer.sentence,
-            "flags": flags(base, group),
-            "cautions": cautions(base.lines, group.lines, figure),
-        }
-        found.setdefault(str(said), {**said, "groups": []})["groups"].append(number)
-    return list(found.values())
+        answers.setdefault(f"{answer.answer}. {answer.sentence}", []).append(number)
+        for flag in flags(base, group):
+            kind = mixed if flag.startswith(MIXED) else others
+            kind.setdefault(flag, []).append(number)
+        for caution in cautions(base.lines, group.lines, figure):
+            others.setdefault(f"{caution}.", []).append(number)
+    return Findings(answers=answers, mixed=mixed, cautions=others)
+
+
+def groups_named(numbers: Sequence[int]) -> str:
+    """Return groups by their numbers, such as "Groups 2, 3"."""
+    return f"Group{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+
+
+def short_labels(analysis: Analysis) -> list[str]:
+    """Return a name for each group: its number and the few variables that tell groups apart best."""
+    variables = [group.variables for group in analysis.groups]
+    names = [name for name, _ in varying(analysis, every=False)]
+    chosen: list[str] = []
+
+    def told_apart(extra: str) -> int:
+        return len({tuple(shown(own.get(n)) for n in (*chosen, extra)) for own in variables})
+
+    while names and len(chosen) < LABEL_VARIABLES:
+        best = max(names, key=told_apart)
+        chosen.append(best)
+        names.remove(best)
+        if told_apart(best) == len(variables):
+            break
+    words = [[shown(own[name]) for name in chosen if name in own] for own in variables]
+    return [
+        ": ".join((str(i), ", ".join(own))) if own else str(i) for i, own in enumerate(words, 1)
+    ]
 
 
 def run_rows(analysis: Analysis, figure: str, size: Show | None) -> list[dict[str, Any]]:

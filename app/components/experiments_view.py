@@ -19,12 +19,9 @@ from app.experiment_rows import Analysis
 from planner.experiments.conditions import clocks_of
 from planner.experiments.groups import known_figures
 from planner.experiments.lines import FIGURES
-from planner.experiments.variables import Kind
 
 # Longer tables scroll.
 MOST_ROWS_WHOLE, TABLE_HEIGHT_PX = 12, 460
-# How the flag of a comparison begins that changes both kinds of variables at once.
-MIXED = "changes both"
 WHAT_KINDS_MEAN = (
     "An **algorithm** variable changes what the model computes or how it is trained (precision, GQA, "
     "windows, sparse or linear attention, quantised caches); a **system** variable only how the same is "
@@ -114,34 +111,27 @@ def _height(rows: int) -> int | Literal["content"]:
 
 def _findings(analysis: Analysis, baseline: int, figure: str) -> None:
     found = experiment_rows.findings(analysis, baseline, figure)
-    mixed = [
-        f"- {_groups_named(one)} {flag}"
-        for one in found
-        for flag in one["flags"]
-        if flag.startswith(MIXED)
-    ]
-    if mixed:
-        lines = [f"**Against group {baseline + 1}:**", "", *mixed]
+    if found.mixed:
+        lines = [f"**Against group {baseline + 1}:**", "", *_lines(found.mixed, "- {} {}")]
         st.warning("\n".join(lines), icon=":material/call_split:")
-    if not found:
+    if not found.answers:
         return
     with st.expander("Is the difference real?", icon=":material/balance:", expanded=True):
-        for one in found:
-            st.markdown(f"**{_groups_named(one)}: {one['answer']}.** {one['sentence']}")
-            other = [f"It {flag}" for flag in one["flags"] if not flag.startswith(MIXED)]
-            for line in [*other, *(f"{caution}." for caution in one["cautions"])]:
-                st.caption(f":material/warning: {line[0].upper()}{line[1:]}")
+        for line in _lines(found.answers, "**{}:** {}"):
+            st.markdown(line)
+        for line in _lines(found.cautions, ":material/warning: {}: {}"):
+            st.caption(line)
 
 
-def _groups_named(finding: Mapping[str, Any]) -> str:
-    numbers = finding["groups"]
-    return f"Group{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+def _lines(said: Mapping[str, Sequence[int]], form: str) -> list[str]:
+    named = experiment_rows.groups_named
+    return [form.format(named(numbers), text) for text, numbers in said.items()]
 
 
 def _strip(analysis: Analysis, figure: str) -> None:
     divisor, axis = _axis(analysis, figure)
     here = {member.run_id for member in analysis.members if member.run_id}
-    labels = [_label(analysis, index) for index in range(len(analysis.groups))]
+    labels = experiment_rows.short_labels(analysis)
     points = [
         {
             "group": label,
@@ -164,15 +154,6 @@ def _strip(analysis: Analysis, figure: str) -> None:
         "had lowered the clock. The bar is the range of a spec's repeats, the tick their median.",
         rows=points,
     )
-
-
-def _label(analysis: Analysis, index: int) -> str:
-    """Name a group by its number and up to two variables that differ."""
-    named = experiment_rows.varying(analysis, every=False)
-    own = analysis.groups[index].variables
-    first = [name for name, kind in named if kind is not Kind.WORK and name in own][:2]
-    words = ", ".join(experiment_rows.shown(own[name]) for name in first)
-    return f"{index + 1}: {words}" if words else str(index + 1)
 
 
 def _axis(analysis: Analysis, figure: str) -> tuple[float, str]:

@@ -175,7 +175,8 @@ def _number(seen: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
 def columns(lines: list[Line], *, only_varying: bool = True) -> list[tuple[str, Kind]]:
     """Return the columns of lines in their order, each with its kind: those that vary, or all.
 
-    A dimension that varies only with the model's name goes without saying.
+    A dimension that varies only with the model's name goes without saying, as does a variable that
+    has one value where there is any.
     """
     names = [name for name in KINDS if any(name in line.variables for line in lines)]
     if only_varying:
@@ -187,5 +188,6 @@ def _varies(lines: list[Line], name: str) -> bool:
     values: dict[str, set[str]] = {}
     for line in lines:
         model = str(line.variables.get("model")) if name in MODEL_DIMENSIONS else ""
-        values.setdefault(model, set()).add(str(line.variables.get(name)))
+        if name in line.variables:
+            values.setdefault(model, set()).add(str(line.variables[name]))
     return any(len(own) > 1 for own in values.values())

@@ -160,3 +160,9 @@ def test_a_spec_that_cannot_be_read_says_so() -> None:
     [line] = lines_of(seen(changed(TRAIN, "plan", "parallelism", "world_size", value=0)))
     assert line.problem == ("parallelism.world_size is 0: it must be an integer from 1 to 65536.")
     assert line.variables["job"] == "train_step"
+
+
+def test_a_variable_that_only_some_have_is_no_column() -> None:
+    flat = changed(DECODE, "decode", "cache", value="contiguous")
+    lines = [line for spec in (DECODE, flat) for line in lines_of(seen(spec))]
+    assert columns(lines) == [("cache layout", Kind.SYSTEM)]
