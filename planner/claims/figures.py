@@ -18,7 +18,7 @@ from planner.claims.cases import (
     with_attention,
 )
 from planner.claims.claim import Bounds, Figure, Findings, Measured, Opens
-from planner.claims.evidence import Evidence, of_calls
+from planner.claims.evidence import Evidence, of_calls, of_steps
 from planner.errors import PlanError
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
@@ -156,6 +156,17 @@ def measured_pair(
         return []
     value = compute(eager, fused)
     return [] if value is None else [of_calls(condition, value, (eager, fused))]
+
+
+def measured_steps(
+    seen: Evidence, plan: Plan, condition: str, compute: Callable[[float], float], quantity: str
+) -> list[Measured]:
+    """Return `compute` of eager's over sdpa's `quantity` where runs of both made the plan's step."""
+    eager, fused = (seen.step(one) for one in _both(plan))
+    if eager is None or fused is None or not fused.measured.get(quantity):
+        return []
+    value = compute(eager.measured[quantity] / fused.measured[quantity])
+    return [of_steps(condition, value, (eager, fused), seen.here)]
 
 
 def seen_bytes(one: Seen) -> int | None:

@@ -27,6 +27,7 @@ from planner.claims.figures import (
     call_traffic_bytes,
     findings,
     measured_pair,
+    measured_steps,
     opens_call,
     plan_call,
     saved_by_call,
@@ -167,6 +168,13 @@ def memory_98(own: Plan | None, seen: Evidence) -> Findings:
         [
             *measured_pair(seen, call_at(TOKENS), f"one call, 8,192 tokens: {SHAPE}", seen_saving),
             *measured_pair(seen, call_at(4096), f"one call, 4,096 tokens: {SHAPE}", seen_saving),
+            *measured_steps(
+                seen,
+                llama_8b(TOKENS, "full"),
+                "step of Llama-3.1-8B, 8,192 tokens, checkpointing full",
+                lambda ratio: 1 - 1 / ratio,
+                "allocated_bytes",
+            ),
         ],
         (own, lambda plan: saved_by_step(plan, "")),
     )

@@ -14,12 +14,13 @@ from planner.claims.cases import (
     training_plan,
     with_attention,
 )
-from planner.claims.claim import Bounds, Figure, Findings, Opens, Unit
+from planner.claims.claim import Bounds, Figure, Findings, Measured, Opens, Unit
 from planner.claims.evidence import Evidence
 from planner.claims.figures import (
     call_s,
     findings,
     measured_pair,
+    measured_steps,
     memory_of_step,
     opens_call,
     seen_bytes,
@@ -55,14 +56,31 @@ def memory_3_5(own: Plan | None, seen: Evidence) -> Findings:
         "the model has 4,096 tokens or so and nothing is checkpointed. It is less for shorter "
         "sequences and with checkpointing, more for longer ones",
         figures,
-        measured_pair(
-            seen,
-            call_at(4096),
-            f"one call alone, 4,096 tokens: {SHAPE}",
-            lambda eager, fused: _ratio(seen_bytes(eager), seen_bytes(fused)),
-        ),
+        [
+            *_measured_steps(seen, "allocated_bytes"),
+            *measured_pair(
+                seen,
+                call_at(4096),
+                f"one call alone, 4,096 tokens: {SHAPE}",
+                lambda eager, fused: _ratio(seen_bytes(eager), seen_bytes(fused)),
+            ),
+        ],
         (own, lambda plan: memory_of_step(plan, "")),
     )
+
+
+def _measured_steps(seen: Evidence, quantity: str) -> list[Measured]:
+    """Return eager over sdpa of every step of the claim that runs of both kernels made."""
+    plans = {
+        f"step of {STEP}, {tokens:,} tokens{words}": llama_8b(tokens, checkpointing)
+        for checkpointing, words in (("none", ""), ("full", ", checkpointing full"))
+        for tokens in (2048, 4096, TOKENS)
+    }
+    return [
+        one
+        for condition, plan in plans.items()
+        for one in measured_steps(seen, plan, condition, lambda ratio: ratio, quantity)
+    ]
 
 
 def _ratio(held: float | None, kept: float | None) -> float | None:
@@ -90,6 +108,7 @@ def speed_2_4(own: Plan | None, seen: Evidence) -> Findings:
         "against eager attention as transformers writes it; a step at 2K by less",
         [call, *steps],
         [
+            *_measured_steps(seen, "step_time_s"),
             *measured_pair(seen, call_at(TOKENS), f"one call, 8,192 tokens: {SHAPE}", seen_speed),
             *measured_pair(seen, call_at(4096), f"one call, 4,096 tokens: {SHAPE}", seen_speed),
         ],

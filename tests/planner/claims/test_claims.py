@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from planner.claims.answers import CHECKS, answers
 from planner.claims.claim import Answer, Bounds, Figure, Findings, Unit, Verdict, all_claims
 from planner.claims.evidence import Evidence
 from planner.plan import default_plan, parse_plan
-from planner.records import RecordedRow, read_file
+from planner.records import Kind, RecordedRow, read_file
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -223,6 +224,25 @@ def test_genes(every: dict[str, Answer]) -> None:
 def test_an_exact_kernel_changes_nothing(every: dict[str, Answer]) -> None:
     assert values(every["quality"]) == [0, 0]
     assert all(0 < error < 0.01 for error in seen(every["quality"]))
+
+
+def test_steps_that_ran_with_both_kernels_are_measured(rows: list[RecordedRow]) -> None:
+    def ran(attention: str, allocated_bytes: int, step_time_s: float, name: str) -> RecordedRow:
+        plan = {
+            "model": {"preset": "meta-llama/Llama-3.1-8B"},
+            "workload": {"sequence_length": 8192, "attention": attention, "checkpointing": "full"},
+            "parallelism": {"engine": "peakmark", "zero_stage": 3, "world_size": 8},
+        }
+        measured = {"allocated_bytes": allocated_bytes, "step_time_s": step_time_s}
+        spec = {"plan": plan, "world": "solo"}
+        return replace(rows[0], id=name, kind=Kind.TRAIN_STEP, spec=spec, measured=measured)
+
+    pair = (ran("eager", 50, 3.0, "a"), ran("sdpa", 25, 1.0, "b"))
+    seen = Evidence(rows=pair, here=frozenset(("a", "b")))
+    for claim, value in (("memory_3_5", 2.0), ("speed_2_4", 3.0), ("memory_98", 0.5)):
+        (one,) = CHECKS[claim](None, seen).measured
+        assert (one.value, one.rows, one.here, one.world) == (value, ("a", "b"), True, "solo")
+    assert CHECKS["speed_2_4"](None, Evidence(rows=pair[:1])).measured == ()
 
 
 def test_nothing_measured_without_rows() -> None:
