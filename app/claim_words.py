@@ -16,7 +16,7 @@ def value_text(value: float, unit: str, sizes: str = "GiB") -> str:
     if unit == "bytes":
         return format_gb(value) if sizes == "GB" else format_bytes(value)
     if unit == "share":
-        return f"{100 * value:.3g} %"
+        return f"{100 * value:.4g} %"
     if unit == "tokens":
         return f"{value:,.0f} tokens"
     return f"{value:,.3g}×" if value < 1000 else f"{value:,.0f}×"
