@@ -298,9 +298,6 @@ def _show_documents(run: Mapping[str, Any]) -> None:
             icon=":material/straighten:",
             query_params=state.query_of_plan(run["plan"]),
         )
-    if run["environment"]:
-        with st.expander("Environment", icon=":material/developer_board:"):
-            st.dataframe(
         st.button(
             "Add its plan to Compare",
             icon=":material/add:",
@@ -309,6 +306,9 @@ def _show_documents(run: Mapping[str, Any]) -> None:
             on_click=add_plan,
             args=(run["plan"],),
         )
+    if run["environment"]:
+        with st.expander("Environment", icon=":material/developer_board:"):
+            st.dataframe(
                 [{"what": key, "value": _flat(v)} for key, v in sorted(run["environment"].items())],
                 hide_index=True,
                 alt="Environment of the run",
