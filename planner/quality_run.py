@@ -257,18 +257,17 @@ def quality_sentences(measured: Mapping[str, Any]) -> list[str]:
         elif exact:
             words = " and ".join(CHANGE_WORDS[Change(one)] for one in exact)
             lines.append(f"{name}: {words} left the answers alone, to rounding.")
-    lines += _recall_sentences(measured["models"].get("recall"), measured["settings"])
-    return lines
+    return lines + _recall_sentences(measured["models"].get("recall"))
 
 
-def _recall_sentences(part: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> list[str]:
+def _recall_sentences(part: Mapping[str, Any] | None) -> list[str]:
     if part is None:
         return []
     lines = []
-    window = part["changes"].get("window")
-    if window:
+    window = part["changes"].get("window", {})
+    if window.get("near") is not None and window.get("far") is not None:
         lines.append(
-            f"With a window of {settings['window']} the small model recalls "
+            f"With a window of {part['settings']['window']} the small model recalls "
             f"{100 * window['near']:.0f} % of what it can see and {100 * window['far']:.0f} % of what "
             f"lies farther back (exact attention: {100 * part['exact']['far']:.0f} %; by chance "
             f"{100 * part['chance']:.0f} %)."

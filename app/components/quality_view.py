@@ -40,10 +40,9 @@ def show_quality(run: Mapping[str, Any]) -> None:
                 st.caption(title)
                 key = f"quality_{variable}_{number}"
                 show_table([exact, *shown], key=key, title=f"{title}, {name}")
-    window = measured["settings"]["window"]
     st.caption(
         "KL: how far the distribution of the next token moves, in nats, mean over positions. Recall near: "
-        f"share of right answers to what lies less than {window} tokens back; far: to the rest. "
+        "share of right answers to what lies within the window; far: to the rest. "
         "'Trained with it': far recall of a model trained with the change from the start. Rounding: at most "
         f"four times what two exact ways differ by ({_floors(models)})."
     )

@@ -57,13 +57,17 @@ def measure_quality(session: JobSession) -> None:
         kv_heads=run.kv_heads,
     )
     measured = session.measured
-    measured["settings"] = dict(settings_of(probe))
     measured["models"] = {}
-    # The small model has two key/value heads, of which one can be left.
-    measured["models"]["recall"] = _probe_recall(session, run, replace(probe, kv_heads=1))
+    measured["models"]["recall"] = _probe_recall(session, run, _small(probe, run.recall_length))
     if spec is not None:
         measured["models"][spec.name] = _probe_model(session, run, spec, probe)
     measured["host_bytes"] = host_peak_bytes()
+
+
+def _small(probe: Probe, length: int) -> Probe:
+    """Return a probe's settings for the small model: two key/value heads, and short sequences."""
+    window, block = min(probe.window, length // 4), min(probe.block, length // 8)
+    return replace(probe, kv_heads=1, window=window, block=block)
 
 
 def _probe_recall(session: JobSession, run: QualityRun, probe: Probe) -> dict[str, Any]:
@@ -79,9 +83,9 @@ def _probe_recall(session: JobSession, run: QualityRun, probe: Probe) -> dict[st
 
     exact = _of_questions(prober.logits(tokens, None))
     kept = _of_questions(prober.cached_logits(tokens, None))
-    part = _part(exact, kept, answers)
+    part = _part(exact, kept, answers, probe)
     part |= {"chance": CHANCE, "length": run.recall_length, "steps": run.recall_steps}
-    part["exact"] |= shares_right(exact, asked, run.window)
+    part["exact"] |= shares_right(exact, asked, probe.window)
     for change in run.changes:
         if change is Change.KERNEL:
             continue
@@ -90,7 +94,7 @@ def _probe_recall(session: JobSession, run: QualityRun, probe: Probe) -> dict[st
         ways = prober.cached_logits if is_system else prober.logits
         found = _of_questions(ways(tokens, change))
         row = divergence(kept if is_system else exact, found, answers)
-        part["changes"][str(change)] = row | shares_right(found, asked, run.window)
+        part["changes"][str(change)] = row | shares_right(found, asked, probe.window)
         if run.retrain and variable_of(change) is Variable.ALGORITHM:
             row = part["changes"][str(change)]
             row |= _retrained(trained(change), probe, change, asked, device)
@@ -111,12 +115,13 @@ def _retrained(
     return {f"retrained_{name}": share for name, share in shares.items()}
 
 
-def _part(exact: Tensor, kept: Tensor, targets: Tensor) -> dict[str, Any]:
+def _part(exact: Tensor, kept: Tensor, targets: Tensor, probe: Probe) -> dict[str, Any]:
     """Begin a model's table: the exact row, and what two exact ways differ by."""
     return {
         "exact": divergence(exact, exact, targets),
         "floor": rounding_floor(exact, kept),
         "positions": len(targets),
+        "settings": dict(settings_of(probe)),
         "changes": {},
     }
 
@@ -138,7 +143,7 @@ def _probe_model(
 
     exact = compared(prober.logits(tokens, None))
     kept = compared(prober.cached_logits(tokens, None))
-    part = _part(exact, kept, targets)
+    part = _part(exact, kept, targets, probe)
     part |= {"weights": "own" if run.weights else "random", "length": run.length}
     for change in run.changes:
         session.events.phase("probe", change=change)

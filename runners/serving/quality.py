@@ -104,7 +104,7 @@ def _pooled(heads: Tensor, left: int) -> Tensor:
     if number % left or left >= number:
         allowed = f"a part of the model's {number} key/value heads"
         raise PlanError("quality.kv_heads", left, allowed)
-    pooled: Tensor = heads.unflatten(1, (left, number // left)).mean(2)  # type: ignore[no-untyped-call]
+    pooled: Tensor = heads.unflatten(1, (left, number // left)).mean(2)
     return pooled
 
 

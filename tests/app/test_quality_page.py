@@ -12,11 +12,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 ROW: dict[str, Any] = {"kl_mean": 0.2, "kl_max": 1.0, "same_choice": 0.5, "perplexity": 9.0}
 MEASURED: dict[str, Any] = {
-    "settings": {"window": 16, "block": 8, "block_stride": 2, "kv_heads": 1},
     "models": {
         "recall": {
             "exact": {**ROW, "max_abs": 0.0, "accuracy": 0.99, "near": 1.0, "far": 0.98},
             "floor": 1e-5,
+            "settings": {"window": 16, "block": 8, "block_stride": 2, "kv_heads": 1},
             "chance": 0.125,
             "positions": 2048,
             "length": 64,

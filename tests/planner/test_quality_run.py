@@ -27,6 +27,7 @@ def part(**changes: float) -> dict[str, Any]:
     return {
         "exact": {**ROW, "accuracy": 1.0, "near": 1.0, "far": 0.98},
         "floor": 1e-5,
+        "settings": {"window": 16},
         "chance": 0.125,
         "changes": {name: {**ROW, "max_abs": by} for name, by in changes.items()},
     }
@@ -69,11 +70,11 @@ def test_the_table_has_the_system_s_rows_before_the_algorithm_s() -> None:
 def test_the_sentences_say_what_a_window_cannot_recall() -> None:
     found = part(window=1.0, paged=0.0)
     found["changes"]["window"] |= {"near": 1.0, "far": 0.12}
-    lines = quality_sentences({"models": {"recall": found}, "settings": {"window": 16}})
+    lines = quality_sentences({"models": {"recall": found}})
     assert lines[0] == "recall: paged cache left the answers alone, to rounding."
     assert "a window of 16 the small model recalls 100 % of what it can see and 12 %" in lines[1]
     assert "exact attention: 98 %; by chance 12 %" in lines[1]
-    wrong = quality_sentences({"models": {"m": part(paged=0.1)}, "settings": {"window": 16}})
+    wrong = quality_sentences({"models": {"m": part(paged=0.1)}})
     assert wrong == ["m: paged cache changed the answers, which must not be."]
 
 
