@@ -60,7 +60,9 @@ def serve_command(
         typer.Option(help="transformers or vllm, to serve the trace too; repeat for both."),
     ] = None,
     simulate: Annotated[bool, typer.Option(help="Simulate it on --gpu; nothing runs.")] = False,
-    gpu: Annotated[str, typer.Option(help="GPU that --simulate is for, such as h200.")] = "h200",
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU that --simulate is for; h200 if left out.")
+    ] = None,
     world: Annotated[
         str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
     ] = None,
@@ -73,6 +75,7 @@ def serve_command(
 
     Exit code 0 when the run is done, else 1.
     """
+    _refuse_contradictions(simulate, gpu, peer, world)
     poisson = {
         "requests": requests,
         "rate_per_s": rate,
@@ -91,9 +94,24 @@ def serve_command(
     if simulate:
         from app.commands.simulated_serve import simulate_command
 
-        simulate_command(asked, gpu, as_json=json)
+        simulate_command(asked, gpu or "h200", as_json=json)
         return
     _serve_here(asked, decoding_world(world), deadline, as_json=json)
+
+
+def _refuse_contradictions(
+    simulate: bool, gpu: str | None, peer: list[str] | None, world: str | None
+) -> None:
+    """Raise InputError for an option that would have no effect beside the others."""
+    given = {"gpu": gpu} if not simulate else {"peer": peer, "world": world}
+    for name, value in given.items():
+        if value:
+            allowed = "without --simulate" if simulate else "with --simulate"
+            sentence = f"--{name} has no effect {'beside' if simulate else 'without'} --simulate: "
+            sentence += (
+                "leave one of them out." if simulate else "the run takes the GPU that is here."
+            )
+            raise InputError(name, value, allowed, sentence)
 
 
 def _serve_here(asked: dict[str, Any], world: str, deadline_s: float, *, as_json: bool) -> None:

@@ -62,6 +62,8 @@ def test_a_trace_is_simulated_without_a_gpu_and_nothing_is_queued(run: Run) -> N
          "trace.requests is 1000000: it must be an integer from 1 to 100000"),
         (("--peer", "sglang"), "serve.peers is 'sglang'"),
         (("--simulate", "--gpu", "zx81"), "zx81"),
+        (("--gpu", "h200"), "--gpu has no effect without --simulate: the run takes the GPU that"),
+        (("--simulate", "--peer", "vllm"), "--peer has no effect beside --simulate: leave one of"),
         (("--pages", "1", "--prompt-tokens", "9,9", "--new-tokens", "9,9", "--page-size", "16"),
          "serve.pages is 1: the longest request needs 2 pages"),
     ],
