@@ -52,9 +52,9 @@ def show_levers(plan: Plan, unit: str) -> None:
     with st.container(border=True, key="levers"):
         st.markdown("#### Levers")
         st.caption(
-            "Single changes of the system, which computes the same: what each saves on every GPU and "
-            "costs in time, by a prediction of its own that keeps the sequences of a step and takes "
-            "this plan's share of segments."
+            "Single changes of the system, which computes the same but for what stands in brackets: what "
+            "each saves on every GPU and costs in time, by a prediction of its own that keeps the "
+            "sequences of a step and takes this plan's share of segments."
         )
         left, right = st.columns(2)
         with left:
@@ -91,8 +91,9 @@ def _buttons(plan: Plan, levers: Sequence[Lever], key: str, unit: str) -> None:
     with st.container(horizontal=True):
         for number, lever in enumerate(levers):
             effect = lever.effect(lambda size: size_text(size, unit)).replace("-", "−")
+            besides = f" ({lever.change.caution})" if lever.change.caution else ""
             st.button(
-                f"{lever.change.words}: {effect}",
+                f"{lever.change.words}: {effect}{besides}",
                 key=f"{key}_{number}_{lever.change.words}",
                 help=_help(lever, unit),
                 on_click=_apply,
@@ -102,8 +103,7 @@ def _buttons(plan: Plan, levers: Sequence[Lever], key: str, unit: str) -> None:
 
 def _help(lever: Lever, unit: str) -> str:
     verdict = str(lever.state).replace("_", " ")
-    caution = f"; {lever.change.caution}" if lever.change.caution else ""
-    return f"Then needs {size_text(lever.device_bytes, unit)} per GPU: {verdict}{caution}."
+    return f"Then needs {size_text(lever.device_bytes, unit)} per GPU: {verdict}."
 
 
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
