@@ -43,6 +43,7 @@ OUTDATED_UNDER_AUTOCAST = tuple(family for family in FAMILIES if family != "qwen
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "gemma2": ("bf16", "autocast"),
+    "gpt2": ("bf16",),
     "llama": ("bf16",),
     "olmo2": ("bf16",),
     "qwen3": ("bf16",),
