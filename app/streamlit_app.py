@@ -89,16 +89,16 @@ page = st.navigation(
                 help="One run: history, log, prediction beside measurement, environment.",
             ),
             st.Page(
-                "app_pages/accuracy.py",
-                title="Accuracy",
-                icon=":material/target:",
-                help="How far predictions have been from what was measured.",
-            ),
-            st.Page(
                 "app_pages/experiments.py",
                 title="Experiments",
                 icon=":material/science:",
                 help="Which variable changed, algorithm or system, and is the difference real?",
+            ),
+            st.Page(
+                "app_pages/accuracy.py",
+                title="Accuracy",
+                icon=":material/target:",
+                help="How far predictions have been from what was measured.",
             ),
             st.Page(
                 "app_pages/hardware.py",
