@@ -351,10 +351,17 @@ def short_labels(analysis: Analysis) -> list[str]:
         names.remove(best)
         if told_apart(best) == len(variables):
             break
-    words = [[shown(own[name]) for name in chosen if name in own] for own in variables]
+    chosen.sort(key=[name for name, _ in varying(analysis, every=False)].index)
+    words = [[_named(name, own[name]) for name in chosen if name in own] for own in variables]
     return [
         ": ".join((str(i), ", ".join(own))) if own else str(i) for i, own in enumerate(words, 1)
     ]
+
+
+def _named(name: str, value: Any) -> str:
+    """Return a value with what it is of where a bare number would not say."""
+    is_word = isinstance(value, str) and not value.isdecimal()
+    return shown(value) if is_word else f"{name} {shown(value)}"
 
 
 def run_rows(analysis: Analysis, figure: str, size: Show | None) -> list[dict[str, Any]]:

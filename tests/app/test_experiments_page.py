@@ -136,14 +136,28 @@ def test_the_file_holds_plain_numbers_and_every_variable(empty: None) -> None:
     assert "lie apart, which equal ones do in 2.9 % of cases" in second["reason"]
     assert third["flags"].startswith("changes both the algorithm")
     assert "checkpointing (system)" in base
+    assert experiment_rows.short_labels(analysis) == [
+        "1: mixed, ZeRO stage 3",
+        "2: mixed, ZeRO stage 1",
+        "3: bf16, ZeRO stage 1",
+    ]
     lines = experiment_rows.run_rows(analysis, "allocated", None)
     assert {line["allocated"] for line in lines} == {2**30}
     texts = experiment_rows.run_rows(analysis, "allocated", format_bytes)
     assert {line["allocated"] for line in texts} == {"1.00 GiB"}
 
 
-def test_rows_that_came_with_the_product_are_found(database_url: str) -> None:
-    found = experiment_rows.candidates("qwen2.5-0.5b FSDP2 nccl")
+def test_rows_that_came_with_the_product_are_found(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "recorded"
+    rows.mkdir()
+    for name in ("h200-two-gpus-engines.jsonl", "h200-attention.jsonl"):
+        (rows / name).symlink_to(ROOT / "recorded" / name)
+    monkeypatch.setattr(services, "open_database", partial(open_database, recorded=rows))
+    found = experiment_rows.candidates("FSDP2 nccl")
     assert found
     assert all("fsdp2" in line["what"] and line["world"] == "nccl" for line in found)
+    shapes = experiment_rows.candidates("32/8 heads")
+    assert all(line["what"].startswith("attention ") and line["row_id"] for line in shapes)
     assert experiment_rows.candidates("no such words at all") == []
