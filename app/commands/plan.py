@@ -25,6 +25,19 @@ from app.commands.output import (
 MEMORY_COLUMNS = (("component", "formula"), ("bytes",))
 SPEED_COLUMNS = (("operation", "bound"), ("time", "of the step"))
 SERVING_COLUMNS = (("quantity",), ("value",))
+_SERVING_WORDS = {
+    "kv_bytes_per_token": "cache of one token",
+    "kv_bytes_per_sequence": "cache of one sequence",
+    "weights_bytes": "weights",
+    "activation_bytes": "activations and logits",
+    "budget_bytes": "budget of the server",
+    "kv_pool_bytes": "left for the cache",
+    "max_tokens": "tokens that fit",
+    "max_sequences": "sequences that fit",
+    "fits_sequences": "the plan's sequences fit",
+    "replicas": "replicas",
+    "max_sequences_all_replicas": "sequences that fit on all replicas",
+}
 
 
 @with_options(TARGET_OPTIONS, SIZE_OPTIONS, SERVE_OPTIONS)
@@ -86,11 +99,16 @@ def _device_formula(overheads: Sequence[Mapping[str, Any]]) -> str:
 
 def serving_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what serving needs and how many sequences fit."""
+    for name, value in prediction["serving"].items():
+        yield _SERVING_WORDS[name], _serving_value(name, value)
+
+
+def _serving_value(name: str, value: int | bool) -> str:
     from planner.units import format_bytes
 
-    for name, value in prediction["serving"].items():
-        sized = "bytes" in name and isinstance(value, int)
-        yield name.replace("_", " "), format_bytes(value) if sized else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format_bytes(value) if "bytes" in name else f"{value:,}"
 
 
 def print_speed(throughput: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def test_plan_for_serving_counts_the_cache_by_hand(run: Run) -> None:
     assert json.loads(out)["serving"]["kv_bytes_per_token"] == 131_072
     code, words, _ = run("plan", "--serve")
     assert code == 0
-    assert "max sequences" in words
+    assert "sequences that fit" in words
 
 
 @pytest.mark.parametrize("name", ["[/red]", "[red]tiny", ":smile:"])
