@@ -26,11 +26,11 @@ def format_gb(size_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a count such as a number of parameters: 8.03 B, 124.4 M, 512."""
+    """Return a count or rate with four significant digits at most: 8.03 B, 124.4 M, 512, 59.19."""
     for step, unit in _COUNT_STEPS:
         if abs(count) >= step:
             return f"{count / step:.4g} {unit}"
-    return f"{count:g}"
+    return f"{count:.4g}"
 
 
 def format_rate(value_per_s: float, unit: str) -> str:

@@ -30,6 +30,8 @@ def test_counts_rates_and_times() -> None:
     assert format_count(8_030_261_248) == "8.03 B"
     assert format_count(124_439_808) == "124.4 M"
     assert format_count(512) == "512"
+    assert format_count(59.1897) == "59.19"
+    assert format_count(803.861) == "803.9"
     assert format_rate(4.8e12, "B") == "4.8 TB/s"
     assert format_rate(989e12, "FLOP") == "989 TFLOP/s"
     assert [format_seconds(t) for t in (2.5, 0.0125, 3e-6)] == ["2.5 s", "12.5 ms", "3 us"]
