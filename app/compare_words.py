@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.plan_links import LETTERS
-from planner.difference import DifferenceRow, percent, signed
+from planner.difference import DifferenceRow, alike, percent, signed
 from planner.units import format_count, format_seconds
 
 NOTHING = "—"
@@ -36,7 +36,7 @@ def change_text(row: DifferenceRow, base: Any, value: Any, size: Show) -> str:
     numbers = (int, float)
     if isinstance(base, bool) or isinstance(value, bool) or row.unit in ("text", "option"):
         return ""
-    if not isinstance(base, numbers) or not isinstance(value, numbers) or base == value:
+    if not isinstance(base, numbers) or not isinstance(value, numbers) or alike(base, value):
         return ""
     change = value - base
     if row.unit == "share":

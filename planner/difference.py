@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import fsum
+from math import fsum, isclose
 from typing import Any
 
 from planner.errors import PlanError
@@ -14,6 +14,8 @@ from planner.predict import predict
 from planner.workload import Parallelism, ServingWorkload, TrainingWorkload, flat_dict
 
 MAX_PLANS = 4
+# Sums of the same times in another order differ by this share at most.
+ROUNDING = 1e-9
 # What describes a model beside its dimensions: derived from them, or said elsewhere.
 _NO_DIMENSIONS = frozenset(
     (
@@ -89,12 +91,19 @@ class DifferenceRow:
     def differs(self) -> bool:
         """Whether two plans of which it is known have different values."""
         known = [value for i, value in enumerate(self.values) if i not in self.unknown]
-        return any(value != known[0] for value in known[1:])
+        return any(not alike(value, known[0]) for value in known[1:])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         names = ("group", "name", "unit")
         return {**{name: getattr(self, name) for name in names}, "values": list(self.values)}
+
+
+def alike(first: Any, second: Any) -> bool:
+    """Return whether two values are the same, but for the rounding of sums of floating-point numbers."""
+    if isinstance(first, float) and isinstance(second, float):
+        return isclose(first, second, rel_tol=ROUNDING)
+    return bool(first == second)
 
 
 def differing(rows: Iterable[DifferenceRow]) -> list[DifferenceRow]:
@@ -352,12 +361,13 @@ def waterfall(
     moves = [
         (name.replace("_", " "), after.get(name, 0) - before.get(name, 0))
         for name in {**before, **after}
+        if not alike(before.get(name, 0), after.get(name, 0))
     ]
     return Waterfall(
         measure=measure,
         start=_total(baseline, measure),
         end=_total(chosen, measure),
-        moves=tuple(sorted((m for m in moves if m[1]), key=lambda move: -abs(move[1]))),
+        moves=tuple(sorted(moves, key=lambda move: -abs(move[1]))),
     )
 
 

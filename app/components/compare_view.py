@@ -30,6 +30,8 @@ from planner.difference import (
 )
 from planner.units import format_seconds
 
+# Longer tables scroll.
+MOST_ROWS_WHOLE, TABLE_HEIGHT_PX = 16, 620
 EMPTY = (
     "No plan is here yet. Add the current one, change it on the Plan page and add it again; or paste "
     "the address of a plan, of a run or of another comparison. The set lives in this page's address."
@@ -214,7 +216,10 @@ def _table(
                 rows, baseline, lambda size: size_text(size, chosen), changes=changes
             )
             st.dataframe(
-                table, hide_index=True, alt=title, height=min(620, 3 + 35 * (1 + len(table)))
+                table,
+                hide_index=True,
+                alt=title,
+                height="content" if len(table) <= MOST_ROWS_WHOLE else TABLE_HEIGHT_PX,
             )
             st.caption(caption)
         else:

@@ -30,7 +30,10 @@ def unit() -> str:
 
 def header_line(values: Mapping[str, Any]) -> str:
     """Return the plan in one line."""
-    return " · ".join([model_name(values), *_workload(values), _hardware(values)])
+    rare = []
+    if values["job"] == "train" and values["checkpointing"] != "none":
+        rare.append(f"checkpointing {checkpointing_words(values)}")
+    return " · ".join([model_name(values), *_workload(values), *rare, _hardware(values)])
 
 
 def model_name(values: Mapping[str, Any]) -> str:

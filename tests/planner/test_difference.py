@@ -10,7 +10,9 @@ import pytest
 
 from planner.difference import (
     ComparedPlan,
+    DifferenceRow,
     Measure,
+    alike,
     compare_plan,
     differing,
     memory_parts,
@@ -149,3 +151,12 @@ def test_a_relative_change_reads_well() -> None:
     assert percent(0.2) == "+20.0%"
     assert percent(15.0) == "× 16.0"
     assert percent(8191.0) == "× 8,192"
+
+
+def test_rounding_of_sums_is_no_difference() -> None:
+    other = 0.1 + 0.2
+    assert other != 0.3 and alike(other, 0.3)
+    row = DifferenceRow(group="time", name="loss", unit="s", values=(other, 0.3))
+    assert differing([row]) == []
+    # Bytes are whole numbers: one of them is a difference.
+    assert not alike(10**12, 10**12 + 1)
