@@ -65,7 +65,7 @@ def table_rows(claims: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {
             "claim": claim["id"],
             "says": claim["says"],
-            "said in": claim["said_in"]["file"],
+            "said in": claim["said_in"]["english"],
             "verdict": claim["verdict"],
             "kind": kind,
             "case": one["condition"],

@@ -16,7 +16,8 @@ def value_text(value: float, unit: str, sizes: str = "GiB") -> str:
     if unit == "bytes":
         return format_gb(value) if sizes == "GB" else format_bytes(value)
     if unit == "share":
-        return f"{100 * value:.4g} %"
+        number = f"{100 * value:,.2f}".rstrip("0").rstrip(".")
+        return f"{number} %".replace("-", "−")
     if unit == "tokens":
         return f"{value:,.0f} tokens"
     return f"{value:,.3g}×" if value < 1000 else f"{value:,.0f}×"

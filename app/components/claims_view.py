@@ -39,6 +39,12 @@ TOPICS: Mapping[str, str] = {
     Topic.EXAMPLES.value: "The texts' examples",
     Topic.ZERO.value: "ZeRO",
 }
+PILLS: Mapping[str, str] = {
+    Topic.ATTENTION.value: "Attention",
+    Topic.TRAINING.value: "Training",
+    Topic.EXAMPLES.value: "Examples",
+    Topic.ZERO.value: "ZeRO",
+}
 Claim = Mapping[str, Any]
 
 
@@ -92,7 +98,7 @@ def _chosen(claims: Sequence[Claim]) -> list[Claim]:
             "About",
             list(TOPICS),
             selection_mode="multi",
-            format_func=str.capitalize,
+            format_func=lambda topic: PILLS[topic],
             key="claims_topics",
             help="None chosen: all.",
         )

@@ -72,6 +72,8 @@ def test_values_in_words() -> None:
     assert value_text(268_435_456, "bytes") == "256.00 MiB"
     assert value_text(18e9, "bytes", "GB") == "18.00 GB"
     assert value_text(0.98437, "share") == "98.44 %"
+    assert value_text(0.003471, "share") == "0.35 %"
+    assert value_text(-0.5, "share") == "−50 %"
     assert value_text(7424, "tokens") == "7,424 tokens"
     assert value_text(32418.4, "times") == "32,418×"
     assert range_text([], "times") == "not measured"
