@@ -139,7 +139,7 @@ def _ledger_row(row: Mapping[str, Any], unit: str) -> dict[str, Any]:
     return {
         "tensor": row["name"],
         "size": size_text(row["bytes"], unit),
-        "share %": row["share_percent"],
+        "share %": round(row["share_percent"], 2),
         "component": row["component"],
         "shape": row["shape_text"],
         "dtype": row["dtype"],

@@ -181,6 +181,9 @@ def _front_table(front: Sequence[Mapping[str, Any]], price: float | None) -> int
         hide_index=True,
         on_select="rerun",
         selection_mode="single-row",
+        column_config=dict.fromkeys(
+            ("tokens/s", "per GPU"), st.column_config.NumberColumn(format="localized")
+        ),
         key="sweep_table",
         alt="Plans of the Pareto front, fastest first",
     )
