@@ -56,9 +56,9 @@ class Lever:
     def time_words(self) -> str:
         """Return what it costs in time: of the step, or of tokens per second where work differs."""
         if self.is_same_work:
-            return f"{100 * (self.step_ratio - 1):+.0f} % step"
+            return f"{_percent(self.step_ratio)} step"
         speed = self.gpu_ratio / self.cost_ratio
-        return f"{100 * (speed - 1):+.0f} % tokens/s"
+        return f"{_percent(speed)} tokens/s"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -76,6 +76,12 @@ class Lever:
             "gpu_ratio": self.gpu_ratio,
             "plan": self.plan.to_dict(),
         }
+
+
+def _percent(ratio: float) -> str:
+    """Return how far a ratio is from 1, such as "+27 %"."""
+    percent = round(100 * (ratio - 1))
+    return f"{percent:+d} %" if percent else "±0 %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,9 @@ def _buttons(plan: Plan, levers: Sequence[Lever], key: str, unit: str) -> None:
 
 def _help(lever: Lever, unit: str) -> str:
     verdict = str(lever.state).replace("_", " ")
-    return f"Then needs {size_text(lever.device_bytes, unit)} per GPU: {verdict}."
+    # A phone cuts the button's own words off.
+    caution = f" Besides: {lever.change.caution}." if lever.change.caution else ""
+    return f"Then needs {size_text(lever.device_bytes, unit)} per GPU: {verdict}.{caution}"
 
 
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
