@@ -9,15 +9,19 @@ import streamlit as st
 from app import services
 from app.plan_links import document_of, unpacked
 from planner.difference import ComparedPlan, compare_plan
-from planner.errors import PlanError
+from planner.errors import PlanError, describe_value
 
 HUB_TTL_S = 300
 
 
 def planned(link: str) -> ComparedPlan:
     """Plan what a packed link says; what cannot be read or planned has a sentence instead."""
+    query = unpacked(link)
+    if link.strip() and not query:
+        sentence = f"The link's plan {describe_value(link)} says nothing of a plan: remove it."
+        return ComparedPlan(document={}, refusal=sentence)
     try:
-        document = document_of(unpacked(link), _fetched)
+        document = document_of(query, _fetched)
     except PlanError as error:
         return ComparedPlan(document={}, refusal=str(error))
     return compare_plan(document, services.prediction_of)

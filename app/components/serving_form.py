@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from app.serving_rows import PAGE_REQUESTS, TraceChoice, own_point
 from planner.decode_run import PAGE_SIZES
@@ -37,17 +38,23 @@ TRACE: Mapping[str, tuple[str, int]] = {
 def choose_point(plan: Plan) -> ServingPoint:
     """Draw the requests and how they are served, the plan's where nothing is changed."""
     own = own_point(plan)
+    # Above the form, which is folded: what a link says and the form cannot take must be seen.
+    told = st.container()
     with st.expander("Change requests, precision and GPUs", icon=":material/tune:"):
         with st.grid(4, min_column_width=WIDTH_PX):
-            numbers: dict[str, Any] = {name: _number(name, *NUMBERS[name], own) for name in NUMBERS}
+            numbers: dict[str, Any] = {
+                name: _number(name, *NUMBERS[name], own, told) for name in NUMBERS
+            }
         with st.grid(4, min_column_width=WIDTH_PX):
             choices: dict[str, Any] = {
-                "weights_dtype": _choice("weights_dtype", "Weights", tuple(WeightsDtype), own),
-                "kv_dtype": _choice("kv_dtype", "Key-value cache", tuple(KvDtype), own),
-                "tensor_parallel": _choice(
-                    "tensor_parallel", "GPUs for one copy", TENSOR_PARALLEL, own
+                "weights_dtype": _choice(
+                    "weights_dtype", "Weights", tuple(WeightsDtype), own, told
                 ),
-                "page_size": _choice("page_size", "Tokens of a page", PAGE_SIZES, own),
+                "kv_dtype": _choice("kv_dtype", "Key-value cache", tuple(KvDtype), own, told),
+                "tensor_parallel": _choice(
+                    "tensor_parallel", "GPUs for one copy", TENSOR_PARALLEL, own, told
+                ),
+                "page_size": _choice("page_size", "Tokens of a page", PAGE_SIZES, own, told),
             }
     point = replace(own, **numbers, **choices)
     st.markdown(point_line(point))
@@ -64,36 +71,38 @@ def point_line(point: ServingPoint) -> str:
     )
 
 
-def _number(name: str, label: str, help_text: str, own: ServingPoint) -> int:
+def _number(name: str, label: str, help_text: str, own: ServingPoint, told: DeltaGenerator) -> int:
     value = getattr(own, name)
     most = MAX_COUNT if name == "batch" else MAX_TOKENS
     return st.number_input(
         label,
         min_value=1,
         max_value=most,
-        value=_number_from_link(name, value, most),
+        value=_number_from_link(name, value, most, told),
         step=1,
         key=f"serving_{name}_{value}",
         help=help_text,
     )
 
 
-def _number_from_link(name: str, own: int, most: int, least: int = 1) -> int:
+def _number_from_link(name: str, own: int, most: int, told: DeltaGenerator, least: int = 1) -> int:
     text = st.query_params.get(PREFIX + name)
     if text is None:
         return own
     if text.isdigit() and least <= int(text) <= most:
         return int(text)
-    _tell_refused(name, text, own)
+    _tell_refused(name, text, own, told)
     return own
 
 
-def _choice(name: str, label: str, options: Sequence[Any], own: ServingPoint) -> Any:
+def _choice(
+    name: str, label: str, options: Sequence[Any], own: ServingPoint, told: DeltaGenerator
+) -> Any:
     value = getattr(own, name)
     asked = st.query_params.get(PREFIX + name)
     by_text = {str(option): option for option in options}
     if asked is not None and asked not in by_text:
-        _tell_refused(name, asked, value)
+        _tell_refused(name, asked, value, told)
     chosen = st.selectbox(
         label,
         list(by_text),
@@ -103,9 +112,9 @@ def _choice(name: str, label: str, options: Sequence[Any], own: ServingPoint) ->
     return by_text[chosen]
 
 
-def _tell_refused(name: str, text: str, own: object) -> None:
+def _tell_refused(name: str, text: str, own: object, told: DeltaGenerator) -> None:
     given = describe_value(text).replace("`", "'")
-    st.warning(
+    told.warning(
         f"The link says `{PREFIX}{name}` is `{given}`, which cannot be used: {own} is shown.",
         icon=":material/link_off:",
     )
@@ -114,12 +123,13 @@ def _tell_refused(name: str, text: str, own: object) -> None:
 def choose_trace() -> TraceChoice:
     """Draw what arrives and the server that it meets."""
     default = TraceChoice()
+    told = st.container()
     with st.grid(5, min_column_width=WIDTH_PX):
         rate = st.number_input(
             "Requests a second",
             min_value=0.01,
             max_value=100_000.0,
-            value=_rate_from_link(default.rate_per_s),
+            value=_rate_from_link(default.rate_per_s, told),
             key="serving_rate_per_s",
             help="Of a Poisson process: the mean, the gaps are random.",
         )
@@ -129,7 +139,7 @@ def choose_trace() -> TraceChoice:
                 min_value=0 if name == "seed" else 1,
                 max_value=most,
                 value=_number_from_link(
-                    name, getattr(default, name), most, 0 if name == "seed" else 1
+                    name, getattr(default, name), most, told, 0 if name == "seed" else 1
                 ),
                 step=1,
                 key=f"serving_{name}_{getattr(default, name)}",
@@ -146,7 +156,7 @@ def choose_trace() -> TraceChoice:
     return replace(default, rate_per_s=rate, text=text, **numbers)
 
 
-def _rate_from_link(own: float) -> float:
+def _rate_from_link(own: float, told: DeltaGenerator) -> float:
     text = st.query_params.get(PREFIX + "rate_per_s")
     if text is None:
         return own
@@ -156,7 +166,7 @@ def _rate_from_link(own: float) -> float:
         rate = -1.0
     if 0.01 <= rate <= 100_000:
         return rate
-    _tell_refused("rate_per_s", text, own)
+    _tell_refused("rate_per_s", text, own, told)
     return own
 
 
