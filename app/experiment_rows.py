@@ -232,11 +232,12 @@ def group_rows(
     rows = [
         {
             "group": number,
-            **_variables(group, [column for column in named if column[1] is not Kind.WORK]),
+            # Figures first: a table of many variables is wider than the page.
             **_spread_words(group, figure, size),
             "vs baseline": percent(answer.ratio - 1) if answer and answer.ratio else "",
             "is it real?": str(answer.answer) if answer else "baseline",
             "changes": _change_words(base, group) if answer else "",
+            **_variables(group, [column for column in named if column[1] is not Kind.WORK]),
             **_variables(group, [column for column in named if column[1] is Kind.WORK]),
         }
         for number, (group, answer) in enumerate(
