@@ -75,9 +75,12 @@ def largest_that_fits(plan: Plan, name: str) -> Reach:
             tried[number] = _predicted(plan, name, number * step)
         return tried[number]
 
-    guess = bisect_largest(
-        lambda number: _fits(_predicted(plan, name, number * step, share)), most // step
-    )
+    if name == "num_layers":
+        guess = min(_depth_on_a_line(plan, memory["device_bytes"], share), most)
+    else:
+        guess = bisect_largest(
+            lambda number: _fits(_predicted(plan, name, number * step, share)), most // step
+        )
     count = largest_near(lambda number: _fits(answer(number)), guess, most // step)
     following = answer(min(count + 1, most // step))
     found = answer(count) if count else None
@@ -88,6 +91,19 @@ def largest_that_fits(plan: Plan, name: str) -> Reach:
         parameters=found.plan.model.parameters if isinstance(found, Prediction) else None,
         stopped_by=_stop(following),
     )
+
+
+def _depth_on_a_line(plan: Plan, device_bytes: int, share: float) -> int:
+    """Return about how many layers fit, if each took what those beyond the model's own take.
+
+    A depth's template is compiled anew, which takes longer than all else, so few are looked at.
+    """
+    depth = plan.model.num_layers
+    deeper = _predicted(plan, "num_layers", 2 * depth, share)
+    if isinstance(deeper, PlanError):
+        return depth
+    layer_bytes = (deeper.memory["device_bytes"] - device_bytes) / depth
+    return max(0, depth + int((plan.hardware.visible_bytes - device_bytes) / layer_bytes))
 
 
 def bisect_largest(fits: Callable[[int], bool], most: int) -> int:
