@@ -39,7 +39,8 @@ class Reach:
         """Return the answer in words."""
         words = _WORDS[self.name]
         if self.value is None:
-            return f"No {words[0]} fits, not even the smallest: {self.stopped_by}"
+            reason = self.stopped_by.removeprefix("Does not fit: ")
+            return f"No {words[0]} fits. The smallest: {reason}"
         size = f" ({format_count(self.parameters or 0)} parameters)" if words[2] else ""
         return f"The largest {words[0]} that fits: {self.value:,}{words[1]}{size}."
 

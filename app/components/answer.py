@@ -22,8 +22,7 @@ LEDGER_SHOWN = 8
 
 
 def show_training_answer(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
-    """Draw everything that explains a training prediction, most wanted first."""
-    _breakdown(prediction, unit)
+    """Draw everything that explains a training prediction beside its parts, most wanted first."""
     left, right = st.columns(2)
     with left:
         _heat_map(plan, unit)
@@ -35,8 +34,7 @@ def show_training_answer(plan: Plan, prediction: Mapping[str, Any], unit: str) -
 
 
 def show_serving_answer(prediction: Mapping[str, Any], unit: str) -> None:
-    """Draw everything that explains a serving prediction."""
-    _breakdown(prediction, unit)
+    """Draw everything that explains a serving prediction beside its parts."""
     serving = prediction["serving"]
     st.markdown("#### Key-value cache")
     with metric_row():
@@ -48,7 +46,8 @@ def show_serving_answer(prediction: Mapping[str, Any], unit: str) -> None:
         show_speed(prediction["throughput"])
 
 
-def _breakdown(prediction: Mapping[str, Any], unit: str) -> None:
+def show_breakdown(prediction: Mapping[str, Any], unit: str) -> None:
+    """Draw what fills the GPU at the peak."""
     memory = prediction["memory"]
     parts = [*memory["components"], *memory["overheads"]]
     show_figure(

@@ -11,7 +11,12 @@ import streamlit as st
 
 from app import services, state
 from app.cli_line import cli_line, is_plain_preset
-from app.components.answer import show_ledger, show_serving_answer, show_training_answer
+from app.components.answer import (
+    show_breakdown,
+    show_ledger,
+    show_serving_answer,
+    show_training_answer,
+)
 from app.components.export_box import show_export_box
 from app.components.figure import show_table
 from app.components.hardware_form import hardware_form
@@ -77,9 +82,10 @@ def _answer(plan: Plan, prediction: Mapping[str, Any]) -> None:
             show_proof_box(plan, prediction, chosen)
     else:
         show_verdict(prediction, chosen)
-    levers = st.container()
     for note in prediction["notes"]:
         st.caption(f":material/info: {note}")
+    show_breakdown(prediction, chosen)
+    levers = st.container()
     if plan.job == "train":
         show_training_answer(plan, prediction, chosen)
     else:

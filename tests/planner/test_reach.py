@@ -70,7 +70,7 @@ def test_nothing_may_fit() -> None:
     plan = plan_of(model="llama-3.1-70b", parallelism={"world_size": 1})
     found = largest_that_fits(plan, "micro_batch")
     assert (found.value, found.device_bytes) == (None, None)
-    assert found.sentence().startswith("No micro-batch fits, not even the smallest: Does not fit")
+    assert found.sentence().startswith("No micro-batch fits. The smallest: needs ")
 
 
 def test_a_serving_plan_is_refused() -> None:
