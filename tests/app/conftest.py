@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from app import accuracy_job, cli
+from db.engine import open_database
 from planner.accuracy import AccuracyReport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +44,18 @@ def predicted_rows(recorded_reports: Callable[[], Mapping[str, AccuracyReport]])
         yield
 
 
+@pytest.fixture(scope="session")
+def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database as a first start makes it, with all recorded rows: two seconds, once."""
+    path = tmp_path_factory.mktemp("database") / "new.db"
+    open_database(f"sqlite:///{path}").close()
+    return path
+
+
 @pytest.fixture
-def database_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    url = f"sqlite:///{tmp_path / 'app.db'}"
+def database_url(tmp_path: Path, new_database: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = shutil.copy(new_database, tmp_path / "app.db")
+    url = f"sqlite:///{path}"
     monkeypatch.setenv("PEAKMARK_DATABASE_URL", url)
     return url
 
@@ -69,10 +80,14 @@ def tiny_config() -> str:
 
 @pytest.fixture
 def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    new_database: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line on a database of its own; gives exit code, stdout and stderr."""
-    monkeypatch.setenv("PEAKMARK_DATABASE_URL", str(tmp_path / "peakmark.db"))
+    path = shutil.copy(new_database, tmp_path / "peakmark.db")
+    monkeypatch.setenv("PEAKMARK_DATABASE_URL", str(path))
     # Wide enough that no sentence is wrapped.
     monkeypatch.setenv("COLUMNS", "400")
 
