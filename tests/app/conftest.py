@@ -65,7 +65,7 @@ def opened(database_url: str) -> Callable[..., AppTest]:
     """Open the app as a browser would, with the given URL parameters."""
 
     def run(**query: str) -> AppTest:
-        app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=120)
+        app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=300)
         for key, value in query.items():
             app.query_params[key] = value
         return app.run()

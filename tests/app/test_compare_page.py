@@ -30,7 +30,7 @@ def texts(app: AppTest) -> str:
 
 def page(**query: str) -> AppTest:
     """Open the page by its address, as a shared link does."""
-    app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=120)
+    app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=300)
     for key, value in query.items():
         app.query_params[key] = value
     return whole(app.switch_page(PAGE).run())

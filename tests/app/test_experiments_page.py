@@ -38,7 +38,7 @@ def empty(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def page(**query: str) -> AppTest:
-    app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=120)
+    app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=300)
     for key, value in query.items():
         app.query_params[key] = value
     return whole(app.switch_page(PAGE).run())
