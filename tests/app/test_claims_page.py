@@ -88,7 +88,7 @@ def choose_an_export() -> None:
 
 
 def test_the_export_of_a_target_is_read_taken_away_or_refused() -> None:
-    app = AppTest.from_function(choose_an_export, default_timeout=60).run()
+    app = AppTest.from_function(choose_an_export, default_timeout=300).run()
     (config,) = app.code
     assert json.loads(config.value)["zero_optimization"] == {"stage": 3}
     assert "engine peakmark: DeepSpeed's memory and speed are others" in texts(app)

@@ -60,7 +60,7 @@ def page(run: dict) -> None:  # type: ignore[type-arg]
 
 def test_a_profile_s_page_says_where_the_time_goes() -> None:
     app = AppTest.from_function(
-        page, kwargs={"run": {"measured": MEASURED}}, default_timeout=90
+        page, kwargs={"run": {"measured": MEASURED}}, default_timeout=300
     ).run()
     assert not app.exception and not app.error
     assert any("Changing attention will not help" in text.value for text in app.markdown)

@@ -40,7 +40,7 @@ def page(run: dict) -> None:  # type: ignore[type-arg]
 
 def test_system_and_algorithm_have_tables_of_their_own() -> None:
     app = AppTest.from_function(
-        page, kwargs={"run": {"measured": MEASURED}}, default_timeout=90
+        page, kwargs={"run": {"measured": MEASURED}}, default_timeout=300
     ).run()
     assert not app.exception and not app.error
     system, algorithm = (frame.value for frame in app.dataframe)

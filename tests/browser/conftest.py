@@ -28,7 +28,7 @@ ARGUMENTS = [
     "--no-first-run",
     "--disable-quic",
 ]
-DRAW_TIMEOUT_MS = 90_000
+DRAW_TIMEOUT_MS = 180_000
 
 
 def _free_port() -> int:
