@@ -18,6 +18,10 @@ from app.commands.output import (
 from app.commands.profile import absolute_folder
 from app.commands.profile import report as report_profile
 from app.commands.queued import (
+    ConfigOption,
+    DeadlineOption,
+    DecodingWorldOption,
+    DtypeOption,
     decoding_model,
     decoding_world,
     exit_unless_done,
@@ -34,13 +38,11 @@ def decode_command(
     model: Annotated[
         str | None, typer.Option(help="Model: hub id or short name; llama-3.2-1b if left out.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json, instead of --model.")
-    ] = None,
+    config: ConfigOption = None,
     batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1024,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded of each sequence.")] = 64,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; fp32 on a CPU.")] = None,
+    dtype: DtypeOption = None,
     cache: Annotated[str, typer.Option(help="contiguous or paged.")] = "paged",
     cache_dtype: Annotated[
         str, typer.Option(help="model (as the weights), fp8 or int8.")
@@ -61,12 +63,8 @@ def decode_command(
     tokenizer: Annotated[
         Path | None, typer.Option(help="With --profile: a tokenizer, whose time counts as data.")
     ] = None,
-    world: Annotated[
-        str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
-    ] = None,
-    deadline: Annotated[
-        float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
-    ] = 1800.0,
+    world: DecodingWorldOption = None,
+    deadline: DeadlineOption = 1800.0,
     json: JsonFlag = False,
 ) -> None:
     """Prefill and decode with random weights over a key-value cache, beside transformers.

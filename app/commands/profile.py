@@ -20,7 +20,7 @@ from app.commands.output import (
     print_table,
 )
 from app.commands.prove import Watch, require_world
-from app.commands.queued import exit_unless_done, say_outcome
+from app.commands.queued import DeadlineOption, exit_unless_done, say_outcome
 from app.commands.store import opened_database
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ def profile_command(
     world: Annotated[
         str | None, typer.Option(help="nccl, solo or cpu; the best there is if left out.")
     ] = None,
-    deadline: Annotated[
-        float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
-    ] = 1800.0,
+    deadline: DeadlineOption = 1800.0,
     json: JsonFlag = False,
 ) -> None:
     """Run a training step under the profiler and split its time; for requests see decode --profile.

@@ -11,6 +11,10 @@ import typer
 from app.commands.output import JsonFlag, make_table, print_json, print_line, print_table
 from app.commands.profile import absolute_folder
 from app.commands.queued import (
+    ConfigOption,
+    DeadlineOption,
+    DecodingWorldOption,
+    DtypeOption,
     decoding_model,
     decoding_world,
     exit_unless_done,
@@ -27,9 +31,7 @@ def quality_command(
     model: Annotated[
         str | None, typer.Option(help="A model beside the small one: hub id or short name.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json, instead of --model.")
-    ] = None,
+    config: ConfigOption = None,
     weights: Annotated[
         Path | None, typer.Option(help="Folder of that model's weights; random if left out.")
     ] = None,
@@ -42,7 +44,7 @@ def quality_command(
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a sequence of that model.")] = 256,
     rows: Annotated[int, typer.Option(help="Sequences of that model.")] = 2,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; fp32 on a CPU.")] = None,
+    dtype: DtypeOption = None,
     window: Annotated[int, typer.Option(help="Tokens that a window sees.")] = 16,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 8,
     block_stride: Annotated[int, typer.Option(help="Every how many blocks one is seen.")] = 2,
@@ -52,12 +54,8 @@ def quality_command(
     retrain: Annotated[
         bool, typer.Option(help="Train it with each change of the algorithm too.")
     ] = True,
-    world: Annotated[
-        str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
-    ] = None,
-    deadline: Annotated[
-        float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
-    ] = 1800.0,
+    world: DecodingWorldOption = None,
+    deadline: DeadlineOption = 1800.0,
     json: JsonFlag = False,
 ) -> None:
     """Measure what changes do to logits, perplexity and recall; system and algorithm apart.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from db.views import RunDetail
 
 DECODING_WORLDS = ("solo", "cpu")
+ConfigOption = Annotated[
+    Path | None, typer.Option(help="A Hugging Face config.json, instead of --model.")
+]
+DtypeOption = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; fp32 on a CPU.")]
+DecodingWorldOption = Annotated[
+    str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
+]
+DeadlineOption = Annotated[
+    float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
+]
 
 
 def run_here(spec: Mapping[str, Any], *, quiet: bool) -> RunDetail:

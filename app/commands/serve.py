@@ -15,6 +15,10 @@ from app.commands.output import (
     print_table,
 )
 from app.commands.queued import (
+    ConfigOption,
+    DeadlineOption,
+    DecodingWorldOption,
+    DtypeOption,
     decoding_model,
     decoding_world,
     exit_unless_done,
@@ -31,9 +35,7 @@ def serve_command(
     model: Annotated[
         str | None, typer.Option(help="Model: hub id or short name; llama-3.2-1b if left out.")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json, instead of --model.")
-    ] = None,
+    config: ConfigOption = None,
     trace: Annotated[
         Path | None, typer.Option(help="A JSON list of requests, instead of the next five.")
     ] = None,
@@ -48,7 +50,7 @@ def serve_command(
     pages: Annotated[int, typer.Option(help="Pages of the cache.")] = 1024,
     page_size: Annotated[int, typer.Option(help="Tokens of a page: 16 to 256.")] = 64,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a prompt run in one step.")] = 512,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; fp32 on a CPU.")] = None,
+    dtype: DtypeOption = None,
     cache_dtype: Annotated[
         str, typer.Option(help="model (as the weights), fp8 or int8.")
     ] = "model",
@@ -63,12 +65,8 @@ def serve_command(
     gpu: Annotated[
         str | None, typer.Option(help="GPU that --simulate is for; h200 if left out.")
     ] = None,
-    world: Annotated[
-        str | None, typer.Option(help="solo (a GPU) or cpu; solo where there is a GPU.")
-    ] = None,
-    deadline: Annotated[
-        float, typer.Option(min=1, max=86_400, help="Seconds until the run is stopped.")
-    ] = 1800.0,
+    world: DecodingWorldOption = None,
+    deadline: DeadlineOption = 1800.0,
     json: JsonFlag = False,
 ) -> None:
     """Serve requests that arrive over time, with random weights, by continuous batching.

@@ -132,19 +132,19 @@ def _on_a100(model: str) -> Plan:
     return training_plan(LLAMA_8B, A100_80, eight_ranks())
 
 
+def _longest_on_a100(attention: Attention) -> list[Figure]:
+    small, large = _on_a100("1B"), _on_a100("8B")
+    checkpointed = training_plan(LLAMA_8B, A100_80, eight_ranks(), checkpointing="full")
+    return [
+        _longest("Llama-3.2-1B, A100 80 GB", small, attention),
+        _longest(f"{STEP}, A100 80 GB", large, attention),
+        _longest(f"{STEP}, A100 80 GB, checkpointing full", checkpointed, attention),
+    ]
+
+
 def standard_2k(own: Plan | None, seen: Evidence) -> Findings:
     """Standard attention reaches 2K tokens on an A100."""
-    figures = [
-        _longest(f"{name}, A100 80 GB", _on_a100(key), Attention.EAGER)
-        for key, name in (("1B", "Llama-3.2-1B"), ("8B", STEP))
-    ]
-    figures.append(
-        _longest(
-            f"{STEP}, A100 80 GB, checkpointing full",
-            training_plan(LLAMA_8B, A100_80, eight_ranks(), checkpointing="full"),
-            Attention.EAGER,
-        )
-    )
+    figures = _longest_on_a100(Attention.EAGER)
     return findings(
         ABOUT_2K,
         "A model of about 8B parameters over eight cards, eager attention, no checkpointing.",
@@ -158,17 +158,7 @@ def standard_2k(own: Plan | None, seen: Evidence) -> Findings:
 
 def flash_8k(own: Plan | None, seen: Evidence) -> Findings:
     """The same models take 8K tokens with a fused kernel."""
-    figures = [
-        _longest(f"{name}, A100 80 GB", _on_a100(key), Attention.SDPA)
-        for key, name in (("1B", "Llama-3.2-1B"), ("8B", STEP))
-    ]
-    figures.append(
-        _longest(
-            f"{STEP}, A100 80 GB, checkpointing full",
-            training_plan(LLAMA_8B, A100_80, eight_ranks(), checkpointing="full"),
-            Attention.SDPA,
-        )
-    )
+    figures = _longest_on_a100(Attention.SDPA)
     return findings(
         FROM_8K,
         "An A100 with 80 GB, and room for what else grows with the sequence: activations and logits.",
