@@ -19,22 +19,21 @@ from planner.decode_run import AttentionBackend, CacheDtype, check_positions, pa
 from planner.errors import PlanError
 from planner.plan import Plan
 from planner.serve_run import TraceRequest, parse_trace
-from planner.serving.memory import kv_sequence_bytes
+from planner.serving.capacity import CAPACITY_COLUMNS, Capacity, ServingEngine, capacity_cells
 from planner.serving_levers import (
     Lever,
     ServingAnswer,
     ServingPoint,
     answer,
     capacity_curve,
+    capacity_of,
     levers,
-    memory_of,
-    one_gpu,
     speed_curve,
     step_times,
 )
 from planner.simulation.continuous import simulate
 from planner.simulation.runs import COMPARED, compare_latency, simulated_row
-from planner.simulation.server import Server
+from planner.simulation.server import Server, sliding_window
 from planner.simulation.static import simulate_static
 from planner.simulation.steps import RememberedSteps
 from planner.simulation.tally import Simulation
@@ -146,6 +145,18 @@ def capacity_lines(point: ServingPoint) -> dict[str, list[tuple[int, int]]]:
             point, kv_dtype=KvDtype.FP8, tensor_parallel=shards
         )
     return {name: capacity_curve(one) for name, one in changed.items()}
+
+
+@st.cache_data(max_entries=32, show_spinner=False, hash_funcs={ServingPoint: hash})
+def engines_of(point: ServingPoint) -> list[Capacity]:
+    """Return what each engine's rule leaves for the cache, in requests at their end."""
+    length = point.prompt_tokens + point.new_tokens
+    return [capacity_of(point, engine, length=length) for engine in ServingEngine]
+
+
+def engine_table(found: Sequence[Capacity]) -> list[dict[str, Any]]:
+    """Return one line per engine."""
+    return [dict(zip(CAPACITY_COLUMNS, cells, strict=True)) for cells in capacity_cells(found)]
 
 
 def speed_lines(point: ServingPoint) -> dict[str, list[tuple[int, float, bool]]]:
@@ -277,15 +288,13 @@ def _read(text: str) -> object:
 
 def server_of_point(point: ServingPoint, choice: TraceChoice) -> Server:
     """Return a server with as many pages as the point's cache has room for."""
-    part = one_gpu(point)
-    page_bytes = kv_sequence_bytes(part, point.kv_dtype, point.page_size)
-    slides = part.sliding_window and part.num_sliding_layers == part.num_layers
+    held = capacity_of(point, rows=choice.rows)
     return Server(
         rows=choice.rows,
-        pages=memory_of(replace(point, batch=choice.rows)).kv_pool_bytes // page_bytes,
+        pages=held.pool_bytes // (point.page_size * held.token_bytes),
         page_size=point.page_size,
         chunk_tokens=choice.chunk_tokens,
-        window=part.sliding_window if slides else None,
+        window=sliding_window(point.spec),
     )
 
 

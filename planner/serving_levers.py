@@ -13,17 +13,12 @@ from typing import Any
 from planner.errors import PlanError
 from planner.families import count_parameters
 from planner.hardware import Gpu
-from planner.memory.parallel import stage_specs
 from planner.model import ModelSpec
+from planner.serving.capacity import Capacity, ServingEngine, capacity
 from planner.serving.limits import decode_limit
-from planner.serving.memory import (
-    ServingMemory,
-    kv_bytes_per_token,
-    kv_sequence_bytes,
-    serving_memory,
-)
+from planner.serving.part import serving_part
 from planner.serving.times import ServedModel, StepTimes
-from planner.workload import KvDtype, Parallelism, ServingWorkload, WeightsDtype, flat_dict
+from planner.workload import KvDtype, ServingWorkload, WeightsDtype, flat_dict
 
 CHUNK_TOKENS = 2048
 WINDOW_TOKENS = 4096
@@ -103,16 +98,9 @@ class Lever:
 
 
 def check_point(point: ServingPoint) -> None:
-    """Raise PlanError for a split that heads do not allow, and for a request beyond the positions."""
-    spec, shards = point.spec, point.tensor_parallel
-    if spec.num_heads % shards:
-        sentence = (
-            f"tensor_parallel is {shards}: {spec.name} has {spec.num_heads} heads, which {shards} GPUs "
-            "cannot share evenly; choose a divisor."
-        )
-        raise PlanError(
-            "tensor_parallel", shards, f"a divisor of {spec.num_heads}", sentence=sentence
-        )
+    """Raise PlanError for a split that the model does not allow, and for a request beyond the positions."""
+    spec = point.spec
+    serving_part(spec, point.tensor_parallel)
     total = point.prompt_tokens + point.new_tokens
     if total > spec.max_positions:
         sentence = (
@@ -138,37 +126,48 @@ def step_times(point: ServingPoint) -> StepTimes:
     )
 
 
-def one_gpu(point: ServingPoint) -> ModelSpec:
-    """Return the part of the model that each GPU of the group holds."""
-    split = Parallelism(zero_stage=0, world_size=1, tensor_parallel=point.tensor_parallel)
-    return stage_specs(point.spec, split)[0]
+def capacity_of(
+    point: ServingPoint,
+    engine: ServingEngine = ServingEngine.PEAKMARK,
+    *,
+    length: int | None = None,
+    rows: int | None = None,
+) -> Capacity:
+    """Return what each GPU's cache holds in requests of `length` tokens, or half way through their answers.
 
-
-def memory_of(point: ServingPoint) -> ServingMemory:
-    """Return what each GPU of the group holds with the point's batch half way through its answers."""
+    `rows` is the most at once; None: as many as fit.
+    """
     workload = ServingWorkload(
-        context_length=point.held_tokens,
-        sequences=point.batch,
+        context_length=length or point.held_tokens,
         weights_dtype=point.weights_dtype,
         kv_dtype=point.kv_dtype,
         utilization=point.utilization,
     )
-    return serving_memory(one_gpu(point), workload, point.gpu.visible_bytes)
+    return capacity(
+        point.spec,
+        workload,
+        point.gpu,
+        engine=engine,
+        tensor_parallel=point.tensor_parallel,
+        page_tokens=point.page_size,
+        chunk_tokens=CHUNK_TOKENS,
+        rows=rows,
+    )
 
 
 def answer(point: ServingPoint, times: StepTimes | None = None) -> ServingAnswer:
     """Return what a point holds and how fast it is. Raises PlanError for one that cannot be."""
     check_point(point)
     times = times or step_times(point)
-    memory = memory_of(point)
-    fits = point.batch <= memory.max_sequences
+    held = capacity_of(point)
+    most = held.max_sequences
+    fits = point.batch <= most
     decode_s = times.decode_s(point.batch, point.batch * point.mean_tokens) if fits else None
-    most = memory.max_sequences
     full_s = times.decode_s(most, most * point.mean_tokens) if most else None
     return ServingAnswer(
-        weights_bytes=memory.weights_bytes,
-        pool_bytes=memory.kv_pool_bytes,
-        token_bytes=kv_bytes_per_token(one_gpu(point), point.kv_dtype),
+        weights_bytes=held.weights_bytes,
+        pool_bytes=held.pool_bytes,
+        token_bytes=held.token_bytes,
         max_requests=most,
         ttft_s=first_token_s(times, point.prompt_tokens),
         decode_s=decode_s,
@@ -192,7 +191,7 @@ def levers(point: ServingPoint) -> list[Lever]:
         try:
             check_point(changed)
         except PlanError:
-            # Heads that so many GPUs cannot share: not a lever here.
+            # What so many GPUs cannot share is not a lever here.
             continue
         times = step_times(changed)
         limit = ""
@@ -263,8 +262,7 @@ def capacity_curve(
     rows = []
     for context in contexts:
         if context <= point.spec.max_positions:
-            held = replace(point, prompt_tokens=context, new_tokens=0, batch=1, paged=True)
-            rows.append((context, memory_of(held).max_sequences))
+            rows.append((context, capacity_of(point, length=context).max_sequences))
     return rows
 
 
@@ -272,14 +270,8 @@ def speed_curve(
     point: ServingPoint, times: StepTimes, batches: Sequence[int] = BATCHES
 ) -> list[tuple[int, float, bool]]:
     """Return (batch, seconds of a step, whether it fits) with every request at the mean length."""
-    part = one_gpu(point)
-    pool_bytes = memory_of(replace(point, batch=1)).kv_pool_bytes
-    one_bytes = kv_sequence_bytes(part, point.kv_dtype, point.held_tokens)
+    most = capacity_of(point).max_sequences
     return [
-        (
-            batch,
-            times.decode_s(batch, batch * point.mean_tokens),
-            batch * one_bytes <= pool_bytes,
-        )
+        (batch, times.decode_s(batch, batch * point.mean_tokens), batch <= most)
         for batch in batches
     ]

@@ -23,11 +23,15 @@ def simulate_command(asked: Mapping[str, Any], gpu: str, *, as_json: bool) -> No
         return
     for name, one in (("continuous", found.continuous), ("static", found.static)):
         print_simulated(name, found, one.to_dict())
+    _print_capacities(found)
     print_line(f"Simulated, nothing ran. Step times: {found.source}.")
 
 
 def document(found: SimulatedRun) -> dict[str, Any]:
     """Return the JSON answer."""
+    from planner.simulation.runs import engine_capacities
+    from planner.workload import flat_dict
+
     return {
         "schema": 1,
         "serve": found.run.to_dict() | {"trace": len(found.run.trace)},
@@ -35,7 +39,22 @@ def document(found: SimulatedRun) -> dict[str, Any]:
         "source": found.source,
         "continuous": found.continuous.to_dict(),
         "static": found.static.to_dict(),
+        "capacity": [flat_dict(one) for one in engine_capacities(found)],
     }
+
+
+def _print_capacities(found: SimulatedRun) -> None:
+    from planner.serving.capacity import CAPACITY_COLUMNS, capacity_cells
+    from planner.simulation.runs import engine_capacities
+
+    held = engine_capacities(found)
+    cells = list(zip(CAPACITY_COLUMNS, *capacity_cells(held), strict=True))
+    title = (
+        f"What {found.gpu.name} holds of requests of {held[0].length:,} tokens, engine by engine"
+    )
+    print_table(make_table(title, cells[0][:1], cells[0][1:], cells[1:]))
+    for note in dict.fromkeys(note for one in held for note in one.notes):
+        print_line(note)
 
 
 def print_simulated(name: str, found: SimulatedRun, counted: Mapping[str, Any]) -> None:

@@ -72,6 +72,7 @@ def _served(plan: Plan, point: ServingPoint) -> None:
         _capacity(point)
     with right:
         _speed(point)
+    _engines(point)
     st.markdown("### Requests that arrive over time")
     choice = choose_trace()
     keep_plan_in_url(link_of(plan, point, choice))
@@ -172,6 +173,18 @@ def _capacity(point: ServingPoint) -> None:
             for name, points in lines.items()
             for tokens, most in points
         ],
+    )
+
+
+def _engines(point: ServingPoint) -> None:
+    found = serving_rows.engines_of(point)
+    st.markdown("### What an engine keeps for itself")
+    show_table(serving_rows.engine_table(found), key="serving_engines", title="Capacity by engine")
+    notes = dict.fromkeys(note for one in found for note in one.notes)
+    st.caption(
+        f"Predicted, on each GPU, for requests of {found[0].length:,} tokens (prompt and whole answer), in pages "
+        f"of {found[0].page_tokens} tokens here and of {found[-1].page_tokens} in vLLM. A release of vLLM stands "
+        f"for those until the next one named. {' '.join(notes)}"
     )
 
 

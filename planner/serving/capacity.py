@@ -7,6 +7,7 @@ reserves by its own rule, which changed between its releases.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
@@ -17,7 +18,7 @@ from planner.model import ModelSpec
 from planner.serving.memory import kv_bytes_per_layer_token, kv_bytes_per_token, serving_memory
 from planner.serving.part import serving_part
 from planner.serving.runs import graphs_bytes, widest_bytes
-from planner.units import GIB_BYTES
+from planner.units import GIB_BYTES, format_bytes
 from planner.workload import ServingWorkload, WeightsDtype
 
 
@@ -75,11 +76,13 @@ def capacity(
     tensor_parallel: int = 1,
     page_tokens: int = 64,
     chunk_tokens: int = 2048,
+    rows: int | None = None,
 ) -> Capacity:
     """Return what each GPU's cache holds in requests of `workload.context_length` tokens.
 
-    vLLM's pages are of 16 tokens, whatever `page_tokens` says. Raises PlanError where the model cannot be
-    divided over `tensor_parallel` GPUs.
+    `rows` is the most requests at once that our engine has graphs for; None: as many as fit. vLLM's pages
+    are of 16 tokens, whatever `page_tokens` says. Raises PlanError where the model cannot be divided over
+    `tensor_parallel` GPUs.
     """
     part = serving_part(spec, tensor_parallel)
     weights = serving_memory(part, workload, gpu.visible_bytes).weights_bytes
@@ -89,8 +92,8 @@ def capacity(
     rest = _Rest.of(spec, part, workload, engine, min(chunk_tokens, length), tensor_parallel)
     budget = int(workload.utilization * gpu.visible_bytes)
     left = budget - weights - rest.activation_bytes - rest.outside_bytes
-    most = rest.most(left, one)
-    graphs = rest.graphs_bytes(max(most, 1))
+    most = rest.most(left, one, rows)
+    graphs = rest.graphs_bytes(rows or max(most, 1))
     pool = max(left - graphs, 0)
     return Capacity(
         engine=engine,
@@ -169,13 +172,13 @@ class _Rest:
             return 0
         return graphs_bytes((rows - 1).bit_length() + 1) + rows * self.row_bytes
 
-    def most(self, left_bytes: int, sequence_bytes: int) -> int:
-        """The largest number of requests that fit beside the graphs they need."""
-        counts = range(1, self.most_rows + 1)
+    def most(self, left_bytes: int, sequence_bytes: int, rows: int | None) -> int:
+        """The largest number of requests that fit beside the graphs they need, those of `rows` if given."""
+        counts = range(1, (rows or self.most_rows) + 1)
         return bisect_right(
             counts,
             left_bytes,
-            key=lambda rows: rows * sequence_bytes + self.graphs_bytes(rows),
+            key=lambda count: count * sequence_bytes + self.graphs_bytes(rows or count),
         )
 
 
@@ -199,3 +202,41 @@ def _notes(spec: ModelSpec, engine: ServingEngine, tensor_parallel: int) -> tupl
             f"{tensor_parallel} GPUs share {spec.num_kv_heads} key-value heads: each is kept {copies} times."
         )
     return tuple(notes)
+
+
+CAPACITY_COLUMNS = (
+    *(
+        "engine",
+        "may take",
+        "weights",
+        "largest step",
+        "outside torch",
+        "CUDA graphs",
+        "left for the cache",
+    ),
+    *("requests of that length", "tokens", "empty in a request's last pages"),
+)
+
+
+def capacity_cells(found: Iterable[Capacity]) -> list[tuple[str, ...]]:
+    """Return CAPACITY_COLUMNS of each engine, for people."""
+    return [
+        (
+            str(one.engine),
+            *(
+                format_bytes(size)
+                for size in (
+                    one.budget_bytes,
+                    one.weights_bytes,
+                    one.activation_bytes,
+                    one.outside_bytes,
+                    one.graphs_bytes,
+                    one.pool_bytes,
+                )
+            ),
+            f"{one.max_sequences:,}",
+            f"{one.max_tokens:,}",
+            format_bytes(one.wasted_bytes),
+        )
+        for one in found
+    ]

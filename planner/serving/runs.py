@@ -10,7 +10,9 @@ from typing import Any
 from planner.calibration import sheet_of
 from planner.comparison import Comparison
 from planner.decode_run import CacheDtype, CacheKind, DecodeRun, WeightDtype, parse_decode
+from planner.errors import PlanError
 from planner.hardware import Gpu
+from planner.memory.overheads import CONTEXT_BYTES
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import ServeRun, parse_serve
@@ -41,17 +43,21 @@ def served_model(
     run: DecodeRun | ServeRun, spec: ModelSpec, gpu: Gpu, *, joins_qkv: bool = True
 ) -> ServedModel:
     """Return what a run serves, as `StepTimes` takes it."""
-    own = KvDtype(str(run.dtype))
     return ServedModel(
         spec=spec,
         gpu=gpu,
         weights_dtype=WeightsDtype(str(run.dtype)),
-        kv_dtype=_KV_DTYPES.get(run.cache_dtype, own),
+        kv_dtype=kv_dtype_of(run),
         token_scales=True,
         expands_latents=True,
         graphs=run.graphs,
         joins_qkv=joins_qkv,
     )
+
+
+def kv_dtype_of(run: DecodeRun | ServeRun) -> KvDtype:
+    """Return the dtype of a run's cache."""
+    return _KV_DTYPES.get(run.cache_dtype, KvDtype(str(run.dtype)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,18 @@ def serve_peak_bytes(run: ServeRun, spec: ModelSpec) -> int:
     if not run.graphs:
         return held + WORKSPACE_BYTES
     return held + graphs_bytes(len(widths)) + sum(widths) * spec.vocab_size * element_bytes
+
+
+def check_room(run: ServeRun, spec: ModelSpec, gpu: Gpu) -> None:
+    """Raise PlanError where a GPU has no room for a served run's weights, chunk, graphs and pages."""
+    excess = serve_peak_bytes(run, spec) + CONTEXT_BYTES - gpu.visible_bytes
+    if excess <= 0:
+        return
+    page_bytes = run.page_size * spec.num_layers * _token_bytes(run, spec)
+    most = run.pages - ceil(excess / page_bytes)
+    sentence = f"serve.pages is {run.pages}: beside {spec.name}'s weights {gpu.name} has room for "
+    sentence += f"{most} pages of {run.page_size} tokens." if most > 0 else "none."
+    raise PlanError("serve.pages", run.pages, f"at most {max(most, 0)}", sentence=sentence)
 
 
 def compare_served(row: RecordedRow) -> list[Comparison]:

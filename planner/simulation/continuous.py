@@ -10,13 +10,13 @@ step, so rows are kept by the place of that end (`_ends`): a step costs the same
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.serve_run import TraceRequest
-from planner.simulation.server import MAX_STEPS, Server, StepTime, check_trace, too_many_steps
-from planner.simulation.tally import Request, Simulation, Tally
+from planner.simulation.replay import Replay
+from planner.simulation.server import MAX_STEPS, Server, StepTime
+from planner.simulation.tally import Request, Simulation
 
 
 @dataclass(slots=True, eq=False)
@@ -43,19 +43,14 @@ def simulate(
 
     Raises PlanError for a request that the cache cannot hold, and beyond `max_steps`.
     """
-    check_trace(server, trace, max_steps)
     return _Continuous(trace, server, times, max_steps).run()
 
 
-class _Continuous:
+class _Continuous(Replay[_Running]):
     def __init__(
         self, trace: Sequence[TraceRequest], server: Server, times: StepTime, max_steps: int
     ) -> None:
-        self._trace, self._server, self._times = trace, server, times
-        self._max_steps = max_steps
-        self._now_s = 0.0
-        self._arrived = 0
-        self._waiting: deque[_Running] = deque()
+        super().__init__(trace, server, times, max_steps)
         # In the order of admission: the last one is the first to give way.
         self._running: list[_Running] = []
         self._prefilling: list[_Running] = []
@@ -66,28 +61,19 @@ class _Continuous:
         self._ends: list[set[_Running]] = [set() for _ in range(server.page_size)]
         self._done: list[tuple[int, int, int, _Running]] = []
         self._leaving: list[tuple[int, int, int, _Running]] = []
-        self._tally = Tally()
 
-    def run(self) -> Simulation:
-        """Step until nothing waits, runs or is still to come."""
-        while True:
-            self._arrive()
-            self._cancel()
-            if self._waiting or self._running:
-                self._step()
-            elif self._arrived < len(self._trace):
-                self._now_s = max(self._now_s, self._trace[self._arrived].arrival_s)
-            else:
-                return self._tally.result(self._now_s, self._server.pages)
+    def _serve(self) -> bool:
+        self._cancel()
+        if not (self._waiting or self._running):
+            return False
+        self._step()
+        return True
 
-    def _arrive(self) -> None:
-        trace = self._trace
-        while self._arrived < len(trace) and trace[self._arrived].arrival_s <= self._now_s:
-            request = _Running(self._arrived, trace[self._arrived])
-            self._waiting.append(request)
-            self._arrived += 1
-            if request.asked.cancel_after == 0:
-                heapq.heappush(self._leaving, (self._decode_steps, request.number, 0, request))
+    def _request(self, number: int, asked: TraceRequest) -> _Running:
+        request = _Running(number, asked)
+        if asked.cancel_after == 0:
+            heapq.heappush(self._leaving, (self._decode_steps, number, 0, request))
+        return request
 
     def _cancel(self) -> None:
         """End the requests whose clients have gone away since the last step."""
@@ -103,18 +89,13 @@ class _Continuous:
             self._end(request, "cancelled", self._now_s)
 
     def _step(self) -> None:
-        if self._tally.steps >= self._max_steps:
-            raise too_many_steps(self._max_steps)
         self._admit()
-        start_s = self._now_s
         chunk, past = self._prefill()
         self._room_for_decode()
         batch = self._decoding
         context = self._cached + batch
         length_s = self._times.step_s(chunk, past, batch, context) if chunk or batch else 0.0
-        self._now_s = start_s + length_s
-        held = self._server.pages - self._free_pages
-        self._tally.step(start_s, length_s, len(self._waiting), len(self._running), held)
+        self._pass(length_s, len(self._running), self._server.pages - self._free_pages)
         if batch:
             self._decode()
 
@@ -234,7 +215,3 @@ class _Continuous:
         elif request in self._prefilling:
             self._prefilling.remove(request)
         self._take(request, -request.pages)
-
-    def _end(self, request: _Running, state: str, ended_s: float) -> None:
-        request.state, request.ended_s = state, ended_s
-        self._tally.ended(request)

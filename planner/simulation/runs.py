@@ -13,7 +13,8 @@ from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import ServeRun, parse_serve
-from planner.serving.runs import served_model
+from planner.serving.capacity import Capacity, ServingEngine, capacity
+from planner.serving.runs import check_room, kv_dtype_of, served_model
 from planner.serving.times import StepTimes
 from planner.simulation.continuous import simulate
 from planner.simulation.server import MAX_REQUESTS, MAX_STEPS, server_of
@@ -21,6 +22,7 @@ from planner.simulation.static import simulate_static
 from planner.simulation.steps import RememberedSteps
 from planner.simulation.tally import Simulation
 from planner.units import format_seconds
+from planner.workload import ServingWorkload, WeightsDtype
 
 COMPARED = {"ttft_s": "time to first token", "tpot_s": "time per token", "e2e_s": "end to end"}
 PREDICTED_PERCENTILES = ("p50", "p90", "p99")
@@ -57,7 +59,22 @@ def simulate_run(
 def simulate_asked(asked: Mapping[str, Any], gpu: Gpu) -> SimulatedRun:
     """Simulate a spec's `serve` as it is entered. Raises PlanError naming the field at fault."""
     run, model = parse_serve(asked, max_requests=MAX_REQUESTS)
+    check_room(run, model, gpu)
     return simulate_run(run, model, gpu)
+
+
+def engine_capacities(found: SimulatedRun) -> list[Capacity]:
+    """Return what each engine's rule leaves for the cache, in requests as long as the run's longest."""
+    run = found.run
+    workload = ServingWorkload(
+        context_length=run.capacity,
+        weights_dtype=WeightsDtype(str(run.dtype)),
+        kv_dtype=kv_dtype_of(run),
+    )
+    sizes = {"page_tokens": run.page_size, "chunk_tokens": run.chunk_tokens}
+    return [
+        capacity(found.model, workload, found.gpu, engine=one, **sizes) for one in ServingEngine
+    ]
 
 
 def simulated_row(

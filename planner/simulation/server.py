@@ -58,14 +58,18 @@ class Server:
 
 def server_of(run: ServeRun, model: ModelSpec) -> Server:
     """Return the server that a serving run sets up."""
-    slides = model.sliding_window and model.num_sliding_layers == model.num_layers
     return Server(
         rows=run.rows,
         pages=run.pages,
         page_size=run.page_size,
         chunk_tokens=run.chunk_tokens,
-        window=model.sliding_window if slides else None,
+        window=sliding_window(model),
     )
+
+
+def sliding_window(model: ModelSpec) -> int | None:
+    """Return the window of a model all of whose layers slide; None for another."""
+    return model.sliding_window if model.num_sliding_layers == model.num_layers else None
 
 
 def check_trace(server: Server, trace: Sequence[TraceRequest], max_steps: int) -> None:

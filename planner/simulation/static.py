@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from planner.serve_run import TraceRequest
-from planner.simulation.server import MAX_STEPS, Server, StepTime, check_trace, too_many_steps
-from planner.simulation.tally import Request, Simulation, Tally
+from planner.simulation.replay import Replay
+from planner.simulation.server import MAX_STEPS, Server, StepTime
+from planner.simulation.tally import Request, Simulation
 
 
 def simulate_static(
@@ -18,37 +19,18 @@ def simulate_static(
     Every row of a batch has room for its longest prompt and answer from the start, so nothing is
     preempted; first tokens come when all prompts of the batch are done. Raises PlanError as `simulate`.
     """
-    check_trace(server, trace, max_steps)
     return _Static(trace, server, times, max_steps).run()
 
 
-class _Static:
-    def __init__(
-        self, trace: Sequence[TraceRequest], server: Server, times: StepTime, max_steps: int
-    ) -> None:
-        self._trace, self._server, self._times = trace, server, times
-        self._max_steps = max_steps
-        self._now_s = 0.0
-        self._arrived = 0
-        self._waiting: deque[Request] = deque()
-        self._tally = Tally()
+class _Static(Replay[Request]):
+    def _serve(self) -> bool:
+        if not self._waiting:
+            return False
+        self._run_batch(*self._batch())
+        return True
 
-    def run(self) -> Simulation:
-        """Run batch after batch until nothing waits or is still to come."""
-        while True:
-            self._arrive()
-            if self._waiting:
-                self._serve(*self._batch())
-            elif self._arrived < len(self._trace):
-                self._now_s = max(self._now_s, self._trace[self._arrived].arrival_s)
-            else:
-                return self._tally.result(self._now_s, self._server.pages)
-
-    def _arrive(self) -> None:
-        trace = self._trace
-        while self._arrived < len(trace) and trace[self._arrived].arrival_s <= self._now_s:
-            self._waiting.append(Request(self._arrived, trace[self._arrived]))
-            self._arrived += 1
+    def _request(self, number: int, asked: TraceRequest) -> Request:
+        return Request(number, asked)
 
     def _batch(self) -> tuple[list[Request], int]:
         """Take what waits, in order, while a row as long as the longest has room for each."""
@@ -64,7 +46,7 @@ class _Static:
             batch.append(self._waiting.popleft())
         return batch, len(batch) * self._server.pages_of(prompt + answer)
 
-    def _serve(self, batch: list[Request], pages: int) -> None:
+    def _run_batch(self, batch: list[Request], pages: int) -> None:
         for request in batch:
             request.admitted_s = self._now_s
             self._prefill(request, len(batch), pages)
@@ -74,7 +56,7 @@ class _Static:
         ends = deque(sorted(batch, key=_wanted))
         for token in range(1, max(map(_wanted, batch)) + 1):
             while ends and _wanted(ends[0]) <= token:
-                self._end(ends.popleft(), token)
+                self._leave(ends.popleft(), token)
             if ends:
                 context += len(batch)
                 self._step((0, 0, len(batch), context), len(batch), pages)
@@ -85,22 +67,14 @@ class _Static:
             self._step((min(chunk, prompt - past), past, 0, 0), running, pages)
 
     def _step(self, work: tuple[int, int, int, int], running: int, pages: int) -> None:
-        if self._tally.steps >= self._max_steps:
-            raise too_many_steps(self._max_steps)
-        length_s = self._times.step_s(*work)
-        self._tally.step(self._now_s, length_s, self._queue(), running, pages)
-        self._now_s += length_s
-
-    def _queue(self) -> int:
         self._arrive()
-        return len(self._waiting)
+        self._pass(self._times.step_s(*work), running, pages)
 
-    def _end(self, request: Request, tokens: int) -> None:
+    def _leave(self, request: Request, tokens: int) -> None:
         """Note a request's last token; one whose client went away was there for its batch all the same."""
-        request.tokens, request.ended_s = tokens, self._now_s
+        request.tokens = tokens
         is_done = tokens == request.asked.new_tokens
-        request.state = "done" if is_done else "cancelled"
-        self._tally.ended(request)
+        self._end(request, "done" if is_done else "cancelled", self._now_s)
 
 
 def _wanted(request: Request) -> int:

@@ -93,7 +93,7 @@ def test_curves_fall_with_context_and_rise_with_batch() -> None:
 
 
 def test_what_cannot_be_is_one_sentence() -> None:
-    with pytest.raises(PlanError, match="has 32 heads, which 3 GPUs cannot share evenly"):
+    with pytest.raises(PlanError, match="32 attention heads cannot be divided by it"):
         check_point(replace(POINT, tensor_parallel=3))
     with pytest.raises(PlanError, match="passes the 131,072 positions of"):
         answer(replace(POINT, prompt_tokens=131_072))
