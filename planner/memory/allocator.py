@@ -21,6 +21,8 @@ from planner.memory.blocks import (
     AFTER,
     BEFORE,
     BLOCK_WIDTH,
+    CLASS_POOL,
+    CLASS_SIZE,
     CLASS_WIDTH,
     END_ADDRESS,
     END_SIZE,
@@ -51,6 +53,7 @@ from planner.memory.blocks import (
     has_room,
     has_rows,
     new_block,
+    position_of,
     reserve,
     take,
 )
@@ -61,9 +64,11 @@ SEGMENT_STEP_BYTES = 2 * MIB_BYTES
 _CHUNK_BYTES = 32 * MIB_BYTES
 
 
-def fit(heap: Heap, size: int, pool: int) -> int:
-    """The best block for a rounded size, split where enough would be left; or NOTHING."""
-    block = best(heap, pool, size)
+def fit(heap: Heap, wanted: int) -> int:
+    """The best block for a class's size, split where enough would be left; or NOTHING."""
+    size = heap.classes[wanted * CLASS_WIDTH + CLASS_SIZE]
+    pool = heap.classes[wanted * CLASS_WIDTH + CLASS_POOL]
+    block = best(heap, pool, position_of(heap, wanted))
     if block >= 0:
         take(heap, block)
     else:

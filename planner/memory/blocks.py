@@ -23,8 +23,9 @@ NOTHING = -1
 ADDRESS, SIZE, BEFORE, AFTER, POOL, CLASS, BELOW, ABOVE = range(8)
 BLOCK_WIDTH = 8
 TENSOR, HOLE = -2, -3
-# A class: its size and pool, its lowest and highest free block, whether the pool lists it.
-CLASS_SIZE, CLASS_POOL, LOWEST, HIGHEST, IS_LISTED = range(5)
+# A class: its size and pool, its lowest and highest free block, whether the pool lists it, and where
+# in that list a search for its size ended last.
+CLASS_SIZE, CLASS_POOL, LOWEST, HIGHEST, IS_LISTED, SOUGHT_AT = range(6)
 CLASS_WIDTH = 8
 # A pool: the number of classes it lists, and the first block of the range it grows in.
 NUM_LISTED, FIRST_BLOCK = range(2)
@@ -95,7 +96,7 @@ def class_of(heap: Heap, size: int, pool: int) -> int:
     row = found * CLASS_WIDTH
     classes[row + CLASS_SIZE], classes[row + CLASS_POOL] = size, pool
     classes[row + LOWEST], classes[row + HIGHEST] = NOTHING, NOTHING
-    classes[row + IS_LISTED] = 0
+    classes[row + IS_LISTED], classes[row + SOUGHT_AT] = 0, 0
     return int(found)
 
 
@@ -110,6 +111,21 @@ def position(heap: Heap, pool: int, size: int) -> int:
         else:
             high = middle
     return int(low)
+
+
+def position_of(heap: Heap, wanted: int) -> int:
+    """The same for a class's pool and size: near where it was the last time."""
+    listed, classes, row = heap.listed, heap.classes, wanted * CLASS_WIDTH
+    pool, size = classes[row + CLASS_POOL], classes[row + CLASS_SIZE]
+    low = pool * heap.counts[MOST_LISTED]
+    end = low + heap.pools[pool * POOL_WIDTH + NUM_LISTED]
+    at = min(max(classes[row + SOUGHT_AT], low), end)
+    while at > low and classes[listed[at - 1] * CLASS_WIDTH + CLASS_SIZE] >= size:
+        at -= 1
+    while at < end and classes[listed[at] * CLASS_WIDTH + CLASS_SIZE] < size:
+        at += 1
+    classes[row + SOUGHT_AT] = at
+    return int(at)
 
 
 def give(heap: Heap, block: int) -> None:
@@ -138,14 +154,20 @@ def _list(heap: Heap, added: int) -> None:
 
 
 def _link(heap: Heap, block: int, class_row: int) -> None:
-    """Put a block among the free ones of its class, by address."""
+    """Put a block among the free ones of its class, by address: sought from the nearer end."""
     blocks, classes, row = heap.blocks, heap.classes, block * BLOCK_WIDTH
     address, below = blocks[row + ADDRESS], classes[class_row + HIGHEST]
     above = NOTHING
     if below >= 0 and blocks[below * BLOCK_WIDTH + ADDRESS] > address:
-        below, above = NOTHING, classes[class_row + LOWEST]
-        while blocks[above * BLOCK_WIDTH + ADDRESS] < address:
-            below, above = above, blocks[above * BLOCK_WIDTH + ABOVE]
+        lowest = classes[class_row + LOWEST]
+        middle = blocks[lowest * BLOCK_WIDTH + ADDRESS] + blocks[below * BLOCK_WIDTH + ADDRESS]
+        if 2 * address < middle:
+            below, above = NOTHING, lowest
+            while blocks[above * BLOCK_WIDTH + ADDRESS] < address:
+                below, above = above, blocks[above * BLOCK_WIDTH + ABOVE]
+        else:
+            while below >= 0 and blocks[below * BLOCK_WIDTH + ADDRESS] > address:
+                below, above = blocks[below * BLOCK_WIDTH + BELOW], below
     if below < 0:
         classes[class_row + LOWEST] = block
     else:
@@ -173,10 +195,9 @@ def take(heap: Heap, block: int) -> None:
     blocks[row + BELOW] = TENSOR
 
 
-def best(heap: Heap, pool: int, size: int) -> int:
-    """The smallest free block of at least `size` bytes, of equal ones the lowest; or NOTHING."""
-    listed, classes = heap.listed, heap.classes
-    begin = at = position(heap, pool, size)
+def best(heap: Heap, pool: int, begin: int) -> int:
+    """The smallest free block of the classes from `begin` on, of equal ones the lowest; or NOTHING."""
+    listed, classes, at = heap.listed, heap.classes, begin
     end = pool * heap.counts[MOST_LISTED] + heap.pools[pool * POOL_WIDTH + NUM_LISTED]
     while at < end and classes[listed[at] * CLASS_WIDTH + LOWEST] < 0:
         at += 1

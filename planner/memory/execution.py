@@ -159,13 +159,13 @@ def _serve_requests(
         if kind < 0:
             _empty(heap, held, slot, events, number, at)
         elif sizes[kind] > 0:
-            block = NOTHING
-            if requests.classes[kind] >= 0:
-                block = heap.classes[requests.classes[kind] * CLASS_WIDTH + LOWEST]
+            block, wanted = NOTHING, requests.classes[kind]
+            if wanted >= 0:
+                block = heap.classes[wanted * CLASS_WIDTH + LOWEST]
             if block >= 0:
                 take(heap, block)
             else:
-                block = _allocate(heap, sizes[kind], _pool(sizes[kind], 0))
+                block = _allocate(heap, sizes[kind], _pool(sizes[kind], 0), wanted)
                 if block < 0:
                     return
             held[slot] = block
@@ -177,13 +177,15 @@ def _pool(size: int, stream: int) -> int:
     return 2 * stream + (1 if size > SMALL_REQUEST_BYTES else 0)
 
 
-def _allocate(heap: Heap, size: int, pool: int) -> int:
-    """A block for a request, or NOTHING, and in the status why."""
+def _allocate(heap: Heap, size: int, pool: int, wanted: int) -> int:
+    """A block for a request, whose class may be known; or NOTHING, and in the status why."""
     if not has_rows(heap, 1):
         heap.counts[STATUS] = TABLES_FULL
         return NOTHING
-    expandable = heap.counts[IS_EXPANDABLE]
-    block = fit_in_range(heap, size, pool) if expandable else fit(heap, size, pool)
+    if heap.counts[IS_EXPANDABLE]:
+        block = fit_in_range(heap, size, pool)
+    else:
+        block = fit(heap, wanted if wanted >= 0 else class_of(heap, size, pool))
     if block < 0 and heap.counts[STATUS] == SERVED:
         heap.counts[STATUS] = OUT_OF_MEMORY
     return block
@@ -192,7 +194,7 @@ def _allocate(heap: Heap, size: int, pool: int) -> int:
 def _fill(
     heap: Heap, held: Any, slot: int, size: int, stream: int, events: Any, number: int
 ) -> None:
-    block = _allocate(heap, size, _pool(size, stream))
+    block = _allocate(heap, size, _pool(size, stream), NOTHING)
     if block >= 0:
         held[slot] = block
         _count(heap, heap.blocks[block * BLOCK_WIDTH + SIZE], events, number, NOTHING, slot)

@@ -41,6 +41,7 @@ from planner.memory.blocks import (
     is_hole,
     join,
     new_block,
+    position,
     reserve,
     take,
 )
@@ -70,7 +71,7 @@ def fit_in_range(heap: Heap, size: int, pool: int) -> int:
 
 def _best_in_range(heap: Heap, pool: int, size: int) -> int:
     """The best free block of a range, taken; or NOTHING."""
-    block = best(heap, pool, size)
+    block = best(heap, pool, position(heap, pool, size))
     if block < 0:
         return NOTHING
     following = _next_free(heap, pool, block)
@@ -86,7 +87,8 @@ def _next_free(heap: Heap, pool: int, block: int) -> int:
     row = block * BLOCK_WIDTH
     if heap.blocks[row + ABOVE] >= 0:
         return int(heap.blocks[row + ABOVE])
-    return best(heap, pool, heap.blocks[row + SIZE] + ROUNDING_BYTES)
+    larger = heap.blocks[row + SIZE] + ROUNDING_BYTES
+    return best(heap, pool, position(heap, pool, larger))
 
 
 def _reach(heap: Heap, block: int) -> int:
