@@ -11,7 +11,7 @@ from planner.changes import Kind
 from planner.levers import Lever, levers_of, of_kind, remedies, saving, speeding
 from planner.plan import Plan, plan_hash
 from planner.predict import predict
-from planner.reach import REACHES, largest_that_fits
+from planner.reach import REACHES, Reach, largest_that_fits
 from planner.verdict import State
 
 Show = Callable[[int], str]
@@ -39,15 +39,14 @@ def _levers(digest: str, _plan: Plan) -> dict[str, list[Lever]]:
     }
 
 
-def reaches_of(plan: Plan) -> list[dict[str, Any]]:
+def reaches_of(plan: Plan) -> list[Reach]:
     """Return the largest micro-batch, sequence and model that fit, kept per plan."""
     return _reaches(plan_hash(plan), plan)
 
 
 @st.cache_data(max_entries=100, show_spinner=False)
-def _reaches(digest: str, _plan: Plan) -> list[dict[str, Any]]:
-    found = [largest_that_fits(_plan, name) for name in REACHES]
-    return [{**one.to_dict(), "sentence": one.sentence()} for one in found]
+def _reaches(digest: str, _plan: Plan) -> list[Reach]:
+    return [largest_that_fits(_plan, name) for name in REACHES]
 
 
 def lever_lines(levers: Sequence[Lever], show: Show) -> list[dict[str, Any]]:

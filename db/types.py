@@ -34,6 +34,7 @@ class RunKind(StrEnum):
     SERVE = "serve"
     PROFILE = "profile"
     QUALITY = "quality"
+    LIMIT = "limit"
 
 
 class RunWorld(StrEnum):

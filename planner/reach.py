@@ -37,7 +37,7 @@ class Reach:
 
     def sentence(self) -> str:
         """Return the answer in words."""
-        words = _WORDS[self.name]
+        words = WORDS[self.name]
         if self.value is None:
             reason = self.stopped_by.removeprefix("Does not fit: ")
             return f"No {words[0]} fits. The smallest: {reason}"
@@ -45,17 +45,19 @@ class Reach:
         return f"The largest {words[0]} that fits: {self.value:,}{words[1]}{size}."
 
 
-_WORDS: Mapping[str, tuple[str, str, bool]] = {
+# Noun, unit, and whether the model changes.
+WORDS: Mapping[str, tuple[str, str, bool]] = {
     "micro_batch": ("micro-batch", "", False),
     "sequence_length": ("sequence", " tokens", False),
     "num_layers": ("number of layers", " layers", True),
 }
-_STEPS: Mapping[str, tuple[int, int]] = {
+# The step in which a value is looked for, and the largest.
+STEPS: Mapping[str, tuple[int, int]] = {
     "micro_batch": (1, MAX_COUNT),
     "sequence_length": (TOKENS_STEP, MAX_TOKENS_PER_SEQUENCE),
     "num_layers": (1, _MOST_LAYERS),
 }
-REACHES = tuple(_STEPS)
+REACHES = tuple(STEPS)
 
 
 def largest_that_fits(plan: Plan, name: str) -> Reach:
@@ -66,7 +68,7 @@ def largest_that_fits(plan: Plan, name: str) -> Reach:
     """
     if plan.job != "train":
         raise PlanError("job", str(plan.job), "train, as training steps are bisected")
-    step, most = _STEPS[name]
+    step, most = STEPS[name]
     memory = predict(plan).memory
     share = memory["reserved_bytes"] / memory["allocated_bytes"] - 1
     tried: dict[int, Prediction | PlanError] = {}
@@ -143,17 +145,22 @@ def _fits(found: Prediction | PlanError) -> bool:
     return isinstance(found, Prediction) and found.verdict.state is State.FITS
 
 
-def _predicted(
-    plan: Plan, name: str, value: int, segment_share: float | None = None
-) -> Prediction | PlanError:
+def plan_reaching(plan: Plan, name: str, value: int) -> Plan:
+    """Return a plan with another value of one of `REACHES`; raises PlanError where it cannot be planned."""
     document = plan.to_dict()
     if name == "num_layers":
         overrides = {**document["model"].get("overrides", {}), "num_hidden_layers": value}
         document["model"] = {**document["model"], "overrides": overrides}
     else:
         document["workload"] = {**document["workload"], name: value}
+    return parse_plan(document)
+
+
+def _predicted(
+    plan: Plan, name: str, value: int, segment_share: float | None = None
+) -> Prediction | PlanError:
     try:
-        return predict(parse_plan(document), segment_share=segment_share)
+        return predict(plan_reaching(plan, name, value), segment_share=segment_share)
     except PlanError as problem:
         return problem
 

@@ -40,6 +40,7 @@ class Kind(StrEnum):
     SERVE = "serve"
     PROFILE = "profile"
     QUALITY = "quality"
+    LIMIT = "limit"
 
 
 # What the spec of each kind must hold one of.
@@ -51,6 +52,7 @@ _SPEC_PARTS = {
     Kind.SERVE: ("serve",),
     Kind.PROFILE: ("plan", "decode"),
     Kind.QUALITY: ("quality",),
+    Kind.LIMIT: ("limit",),
 }
 
 

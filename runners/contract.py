@@ -27,6 +27,7 @@ class JobKind(StrEnum):
     SERVE = "serve"
     PROFILE = "profile"
     QUALITY = "quality"
+    LIMIT = "limit"
 
 
 class World(StrEnum):
@@ -59,7 +60,8 @@ class JobSpec:
     `calibration` holds `world_size` and `budget_s` for `calibrate`; `decode` is what a decode run is
     asked (planner/decode_run.py), `serve` what a serving run is (planner/serve_run.py).
     `profile` takes a `plan` or a `decode`, and may name the folder of a `tokenizer`. `quality` is what
-    a probe of quality is asked (planner/quality_run.py).
+    a probe of quality is asked (planner/quality_run.py), `limit` whose limit in the `plan` is looked for
+    (planner/limit_run.py).
     `rank` is the rank that the `solo` world plays. `kernel_times` runs one step more, under the
     profiler. `load_from` is a folder of saved steps, or one of them, from whose training the run
     goes on; `save_to` is the folder that its own last step is saved to (docs/checkpoints.md).
@@ -83,6 +85,7 @@ class JobSpec:
     serve: Mapping[str, Any] | None = None
     tokenizer: str | None = None
     quality: Mapping[str, Any] | None = None
+    limit: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, with its schema version."""

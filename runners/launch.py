@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planner.traced import FOLDER_VARIABLE, own_folder
-from runners.contract import SPEC_FILE, JobSpec, World
+from runners.contract import SPEC_FILE, JobKind, JobSpec, World
 from runners.process_tree import TAG_VARIABLE
 
 RANK_LOGS = "ranks"
@@ -50,10 +50,13 @@ def num_ranks(spec: JobSpec) -> int:
 
 
 def job_command(spec: JobSpec, run_directory: Path) -> list[str]:
-    """Return the command of a job: one Python, or torchrun where the world has several ranks."""
+    """Return the command of a job: one Python, or torchrun where the world has several ranks.
+
+    A search for a limit is one process, which starts the ranks of each of its runs.
+    """
     module = f"runners.jobs.{spec.kind}"
     arguments = [str(run_directory / SPEC_FILE), str(run_directory)]
-    ranks = num_ranks(spec)
+    ranks = 1 if spec.kind is JobKind.LIMIT else num_ranks(spec)
     if ranks == 1:
         return [sys.executable, "-m", module, *arguments]
     torchrun = [

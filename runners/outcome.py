@@ -160,6 +160,10 @@ def classify(ending: Ending | None, run_directory: Path) -> Classified:
         problem = None
     except ResultProblem as error:
         result, problem = None, f"the job's result file cannot be used: {error}"
+    if result is not None and result.outcome is Outcome.CANCELLED:
+        # A job that was stopped says what it had seen; why it was, its supervisor knows.
+        outcome, why = _STOPPED[(ending and ending.stopped_by) or StoppedBy.CANCEL]
+        return Classified(outcome=outcome, why=why, result=result)
     if result is not None and not _is_echo(result, ending, run_directory):
         return Classified(outcome=result.outcome, why=_describe_result(result), result=result)
     if ending is None:

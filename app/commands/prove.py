@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.commands.comparison import comparison_rows, print_comparison
+from app.commands.limit import prove_largest
 from app.commands.options import SIZE_OPTIONS, TARGET_OPTIONS, plan_from, with_options
 from app.commands.output import (
     InputError,
@@ -56,6 +57,12 @@ def prove_command(
     load_from: Annotated[
         Path | None, typer.Option(help="Folder of saved steps (or one of them) to go on from.")
     ] = None,
+    largest: Annotated[
+        str | None,
+        typer.Option(
+            help="Prove by short runs how far the plan goes: micro_batch, sequence_length or num_layers."
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Run a training plan on this machine and compare what it took with the prediction.
@@ -63,6 +70,10 @@ def prove_command(
     Exit code 0 when the run is done or ran out of GPU memory (a result too), else 1.
     """
     plan = plan_from(chosen)
+    if largest is not None:
+        _check_alone(save_to, load_from)
+        prove_largest(plan, largest, world, deadline, as_json=json)
+        return
     with opened_database() as database:
         places = {"save_to": _absolute(save_to), "load_from": _absolute(load_from)}
         run_id = submit(database, plan, world, deadline, **places)
@@ -70,6 +81,16 @@ def prove_command(
     report(detail, as_json=json)
     if detail.summary.state.value not in CONFIRMED:
         raise typer.Exit(1)
+
+
+def _check_alone(save_to: Path | None, load_from: Path | None) -> None:
+    """Raise InputError for folders beside a search, whose short runs save and load nothing."""
+    for name, folder in (("save-to", save_to), ("load-from", load_from)):
+        if folder is not None:
+            sentence = (
+                f"--{name} is given beside --largest, whose short runs save and load nothing."
+            )
+            raise InputError(name, str(folder), "without --largest", sentence)
 
 
 def _absolute(folder: Path | None) -> str | None:

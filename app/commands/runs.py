@@ -97,6 +97,7 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     from app.commands.calibrate import print_calibration
     from app.commands.comparison import print_comparison
     from app.commands.decode import print_decode
+    from app.commands.limit import print_limit
     from app.commands.profile import print_profile
     from app.commands.quality import print_quality
     from app.commands.serve import print_serving
@@ -127,6 +128,8 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
         print_profile(detail.measured or {})
     elif summary.kind.value == "quality":
         print_quality(detail.measured or {})
+    elif summary.kind.value == "limit":
+        print_limit(detail.measured or {})
     elif detail.prediction and detail.measured:
         print_comparison(detail.prediction, detail.measured, summary.world.value)
     for line in saved_lines(detail.measured or {}):

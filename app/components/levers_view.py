@@ -9,6 +9,7 @@ import streamlit as st
 
 from app.charts.style import size_text
 from app.components.figure import show_table
+from app.components.limit_view import show_reaches
 from app.lever_rows import lever_lines, levers_like, reaches_of
 from app.state import DEFAULTS, DIMENSIONS, values_of_plan
 from planner.levers import Lever
@@ -76,13 +77,7 @@ def show_levers(plan: Plan, unit: str) -> None:
             }
             lines = lever_lines(list(every.values()), lambda size: size_text(size, unit))
             show_table(lines, key="levers_all", title="Levers")
-        _reaches(reaches_of(plan))
-
-
-def _reaches(found: Sequence[Mapping[str, Any]]) -> None:
-    st.markdown("**How far it goes**, all else as planned")
-    for one in found:
-        st.caption(one["sentence"])
+        show_reaches(plan, reaches_of(plan))
 
 
 def _buttons(plan: Plan, levers: Sequence[Lever], key: str, unit: str) -> None:

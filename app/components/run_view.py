@@ -18,6 +18,7 @@ from app.components.comparison import comparison_rows, phase_rows
 from app.components.decode_view import show_decode
 from app.components.figure import metric_row, show_figure
 from app.components.header import plan_line, unit
+from app.components.limit_view import show_limit, show_limit_progress
 from app.components.problems import told_in_one_sentence
 from app.components.profile_view import show_profile
 from app.components.quality_view import show_quality
@@ -98,6 +99,8 @@ def _live(run_id: str) -> None:
         over = str(summary["state"]) in services.FINAL_STATE_NAMES
         _headline(run)
         _history(run, over)
+        if summary["kind"] == "limit" and not over:
+            show_limit_progress(run, unit())
         _log(run)
         watched = st.session_state.get(WATCHED)
         st.session_state[WATCHED] = None if over else run_id
@@ -165,13 +168,15 @@ def _result(run: Mapping[str, Any]) -> None:
         show_profile(run)
     elif run["measured"] and run["spec"]["kind"] == "quality":
         show_quality(run)
+    elif (run["measured"] or {}).get("limit"):
+        show_limit(run, unit())
     elif run["measured"]:
         for line in saved_lines(run["measured"]):
             st.text(line)
         _show_comparison(run)
     elif run["prediction"]:
         _show_prediction_only(run["prediction"])
-    if run["plan"] and run["spec"]["kind"] != "profile":
+    if run["plan"] and run["spec"]["kind"] not in ("profile", "limit"):
         with told_in_one_sentence():
             measured = (run["measured"] or {}).get("timeline") or ()
             show_measured_timeline(run["plan"], measured, unit())

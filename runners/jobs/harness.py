@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from runners.contract import (
     write_json_atomically,
 )
 from runners.environment import capture_environment, device_baseline_bytes, visible_gpu_name
+from runners.events import EventLog
 from runners.jobs.gpu_lock import take_gpus
 from runners.worlds import Launch, choose_device
 
@@ -38,24 +38,6 @@ _SETTLE_INTERVAL_S, _STABLE_READINGS, _MAX_SETTLE_READINGS = 0.2, 3, 50
 _ALLOCATOR, _OLDER_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _EXPANDABLE = "expandable_segments"
 _HOST_OOM_TEXT = "can't allocate memory"
-
-
-class EventLog:
-    """JSON lines of one rank: {"t", "rank", "event", ...}, readable while the job runs."""
-
-    def __init__(self, out_dir: Path, rank: int) -> None:
-        self._rank = rank
-        self._file = (out_dir / f"events-rank{rank}.jsonl").open("a", buffering=1)
-
-    def emit(self, event: str, **fields: Any) -> None:
-        """Append one event."""
-        moment = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        line = {"t": moment, "rank": self._rank, "event": event, **fields}
-        self._file.write(json.dumps(line) + "\n")
-
-    def phase(self, name: str, **fields: Any) -> None:
-        """Append a phase mark."""
-        self.emit("phase", name=name, **fields)
 
 
 @dataclass(slots=True)

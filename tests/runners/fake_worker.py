@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 from db.engine import open_database
-from runners.contract import JobSpec
+from runners.contract import JobKind, JobSpec
 from runners.worker import Worker, serve
 
 
 def fake_command(spec: JobSpec, run_directory: Path) -> list[str]:
+    if spec.kind is JobKind.LIMIT:
+        job = str(Path(__file__).with_name("fake_limit.py"))
+        return [sys.executable, job, str(run_directory / "spec.json"), str(run_directory)]
     assert spec.attention is not None
     job = str(Path(__file__).with_name("fake_job.py"))
     return [sys.executable, job, str(spec.attention["fake"]), str(run_directory)]
