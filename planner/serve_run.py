@@ -26,6 +26,10 @@ from planner.plan import parse_model
 from planner.units import format_count, format_seconds
 
 MAX_REQUESTS = 5000
+# A prefill of more tokens keeps a GPU busy for longer than the host takes to start its kernels: no graph.
+MAX_GRAPH_TOKENS = 8192
+# Chunks after so many others run without a graph, and a chunk is padded to an eighth of a whole one.
+GRAPH_CHUNKS, CHUNK_PARTS, MIN_PADDED_TOKENS = 8, 8, 64
 MAX_ROWS = 512
 MAX_PAGES = 2**24
 MAX_ARRIVAL_S = 86_400.0
@@ -86,6 +90,11 @@ class ServeRun:
         plain |= {name: str(plain[name]) for name in ("dtype", "cache_dtype", "attention")}
         plain["peers"] = [str(peer) for peer in self.peers]
         return plain | {"trace": [one.to_dict() for one in self.trace]}
+
+
+def padded_tokens(chunk_tokens: int) -> int:
+    """Return the tokens that a part of a chunk is padded to a multiple of, for few graphs."""
+    return max(MIN_PADDED_TOKENS, -(-chunk_tokens // CHUNK_PARTS))
 
 
 def parse_serve(given: object, *, max_requests: int = MAX_REQUESTS) -> tuple[ServeRun, ModelSpec]:

@@ -16,7 +16,15 @@ from torch import nn
 
 from planner.decode_run import AttentionBackend
 from planner.model import ModelSpec
-from planner.serve_run import PERCENTILES, ServeRun, TraceRequest, parse_serve, percentile
+from planner.serve_run import (
+    GRAPH_CHUNKS,
+    PERCENTILES,
+    ServeRun,
+    TraceRequest,
+    padded_tokens,
+    parse_serve,
+    percentile,
+)
 from runners.contract import JobKind
 from runners.jobs.decode import (
     DTYPES,
@@ -74,8 +82,10 @@ def _serve(session: JobSession, run: ServeRun, spec: ModelSpec, model: nn.Module
     generator = torch.Generator(device).manual_seed(session.spec.seed)
     requests = [_request(one, spec.vocab_size, generator, device) for one in run.trace]
     session.events.phase("warmup")
-    _warm_up(decoder, cache, run, requests)
+    # What a graph allocates it allocates when it is captured.
     reset_peak(device)
+    measured["prefill_graph"] = _capture(decoder, run)
+    _warm_up(decoder, cache, run, requests)
     session.events.phase("serve")
     engine = Engine(decoder, cache, chunk_tokens=run.chunk_tokens)
     start_s = time.monotonic()
@@ -111,8 +121,23 @@ def _request(
     return Request(tokens, one.new_tokens)
 
 
+def _capture(decoder: Decoder, run: ServeRun) -> bool:
+    """Capture the steps, and every first chunk with its padded parts; say whether prefills are graphs."""
+    decoder.capture_all()
+    chunk = min(run.chunk_tokens, run.capacity)
+    part = padded_tokens(chunk)
+    whole = -(-chunk // part) * part
+    found = [
+        decoder.capture_prefill(1, tokens, past)
+        for past in range(0, run.capacity, chunk)[:GRAPH_CHUNKS]
+        for tokens in range(part, whole + 1, part)
+        if past + tokens - part < run.capacity
+    ]
+    return any(found)
+
+
 def _warm_up(decoder: Decoder, cache: PagedCache, run: ServeRun, requests: list[Request]) -> None:
-    """Compile what prefills run, of one and of several chunks and odd lengths; capture every graph."""
+    """Run prefills of one and of several chunks and odd lengths, which compiles what is no graph."""
     longest = max(requests, key=lambda one: len(one.prompt)).prompt
     chunk = run.chunk_tokens
     lengths = (
@@ -130,7 +155,6 @@ def _warm_up(decoder: Decoder, cache: PagedCache, run: ServeRun, requests: list[
             engine.submit(Request(longest[:length], min(2, run.capacity - length)))
     while not engine.is_idle:
         engine.step()
-    decoder.capture_all()
 
 
 def _replay(

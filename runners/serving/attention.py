@@ -21,7 +21,7 @@ from kernels.decode.append import append_to_cache
 from kernels.decode.reference import reference_append, reference_decode
 from kernels.decode.triton import decode_attention
 from planner.decode_run import AttentionBackend
-from runners.serving.caches import Cache, LayerView
+from runners.serving.caches import Layers, LayerView
 
 NAME = "peakmark_serving"
 # Arguments by which a model asks for logits that the kernels here do not form.
@@ -36,7 +36,7 @@ class Step:
     to the host, as in a prefill; None when decoding.
     """
 
-    cache: Cache
+    cache: Layers
     backend: AttentionBackend
     rows: slice
     lengths: Tensor

@@ -8,7 +8,7 @@ Nothing of a step but `grow` touches the host, so steps can be replayed as a CUD
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,7 +34,14 @@ class LayerView:
     window: int | None
 
 
-class Cache(Protocol):
+class Layers(Protocol):
+    """What attention needs of a cache."""
+
+    def layer(self, index: int, rows: slice) -> LayerView:
+        """Return a layer's view of some rows."""
+
+
+class Cache(Layers, Protocol):
     """What decoding needs of a cache; `lengths` (rows,) int32 counts the tokens of each row."""
 
     lengths: Tensor
@@ -43,9 +50,6 @@ class Cache(Protocol):
     @property
     def rows(self) -> int:
         """How many sequences it holds at once."""
-
-    def layer(self, index: int, rows: slice) -> LayerView:
-        """Return a layer's view of some rows."""
 
     def grow(self, row: int, tokens: int) -> None:
         """Make room for `tokens` more of a row; raises CacheFullError, and takes nothing then."""
@@ -226,7 +230,9 @@ class PagedCache:
             raise PlanError(
                 "pages", num_pages, f"at least {-(-capacity // page_size)}, for one sequence"
             )
-        self.capacity = capacity
+        self.capacity, self.page_size = capacity, page_size
+        # Behind all pages, of no row: what is written behind a row's own pages goes there.
+        self.spare_page = num_pages
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         size = (rows, -(-capacity // page_size))
         self._groups: dict[int | None, _Group] = {}
@@ -234,7 +240,7 @@ class PagedCache:
             if window not in self._groups:
                 self._groups[window] = _Group(window, num_pages, page_size, size, device)
             layers = self._groups[window].layers
-            layers[index] = _store(num_pages, page_size, shape, dtype, device)
+            layers[index] = _store(num_pages + 1, page_size, shape, dtype, device)
         self._group_of = [self._groups[window] for window in shape.windows]
         for group in self._groups.values():
             for row in range(rows):
@@ -244,6 +250,10 @@ class PagedCache:
     def rows(self) -> int:
         """How many sequences it holds at once."""
         return len(self.lengths)
+
+    def tables(self) -> dict[int | None, Tensor]:
+        """Return the block table (rows, pages) of each kind of layer, by its window."""
+        return {window: group.table for window, group in self._groups.items()}
 
     def num_free(self) -> int:
         """Return the pages that the fullest pool has left."""
@@ -307,9 +317,35 @@ class PagedCache:
         self.lengths[row] = 0
 
     def bytes(self) -> int:
-        """Return the bytes of all layers."""
+        """Return the bytes of all layers, without the spare page."""
         groups = self._groups.values()
-        return sum(stored.bytes() for group in groups for stored in group.layers.values())
+        held = sum(stored.bytes() for group in groups for stored in group.layers.values())
+        return held // (self.spare_page + 1) * self.spare_page
+
+
+class StagedRows:
+    """Some rows of a paged cache under block tables of their own: a graph of them can serve any rows."""
+
+    def __init__(self, cache: PagedCache, rows: int, tokens: int) -> None:
+        self._cache = cache
+        size = (rows, -(-tokens // cache.page_size))
+        self._tables = {
+            window: torch.full(size, cache.spare_page, dtype=torch.int32, device=table.device)
+            for window, table in cache.tables().items()
+        }
+
+    def hold(self, rows: slice, tokens: int) -> None:
+        """Take on rows of the cache that hold so many tokens; behind their pages comes the spare one."""
+        own = -(-tokens // self._cache.page_size)
+        for window, table in self._cache.tables().items():
+            staged = self._tables[window]
+            staged[:, :own] = table[rows, :own]
+            staged[:, own:] = self._cache.spare_page
+
+    def layer(self, index: int, rows: slice) -> LayerView:
+        """Return a layer's view of some of the staged rows."""
+        view = self._cache.layer(index, rows)
+        return replace(view, block_table=self._tables[view.window][rows])
 
 
 def _copy_page(stored: _Stored, copy: PageCopy) -> None:

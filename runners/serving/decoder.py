@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from planner.decode_run import AttentionBackend
 from runners.serving.attention import NAME, Step
-from runners.serving.caches import Cache
+from runners.serving.caches import Cache, PagedCache
+from runners.serving.prefill_graphs import PrefillGraphs
 
 WARMUPS = 2
 
@@ -39,6 +40,9 @@ class Decoder:
         self._tokens = torch.zeros(cache.rows, 1, dtype=torch.long, device=device)
         self._active = torch.ones(cache.rows, dtype=torch.int32, device=device)
         self._active_rows = list(range(cache.rows))
+        self.prefill_graphs: PrefillGraphs | None = None
+        if self._uses_graphs and isinstance(cache, PagedCache):
+            self.prefill_graphs = PrefillGraphs(self._forward, cache, backend)
 
     @property
     def uses_graphs(self) -> bool:
@@ -59,11 +63,24 @@ class Decoder:
             self._cache.grow(row, seq)
         self._cache.publish()
         self._cache.lengths[rows] += seq
-        positions = torch.arange(past, past + seq, device=tokens.device).expand(batch, seq)
-        step = Step(self._cache, self._backend, rows, self._cache.lengths[rows], past)
-        following = self._forward(tokens, positions, step)
+        graphs = self.prefill_graphs
+        following = None if graphs is None else graphs.run(tokens, rows, past)
+        if following is None:
+            positions = torch.arange(past, past + seq, device=tokens.device).expand(batch, seq)
+            step = Step(self._cache, self._backend, rows, self._cache.lengths[rows], past)
+            following = self._forward(tokens, positions, step)
         self._tokens[rows] = following
-        return following[:, 0]
+        return self._tokens[rows, 0].clone()
+
+    @torch.inference_mode()
+    def capture_prefill(self, rows: int, tokens: int, past: int = 0) -> bool:
+        """Let later prefills of so many rows, of up to so many tokens each after `past`, be one graph.
+
+        Returns False, and does nothing, where steps are no graphs, the cache has no pages or there are
+        so many tokens that it would not matter.
+        """
+        graphs = self.prefill_graphs
+        return graphs is not None and graphs.capture(rows, tokens, past)
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[int] | None = None) -> Tensor:
@@ -116,12 +133,15 @@ class Decoder:
         following = self._forward(tokens, positions, step)
         tokens.copy_(torch.where(active[:, None] > 0, following, tokens))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, step: Step, last: Tensor | None = None
+    ) -> Tensor:
+        """Return the token (B, 1) that follows the one of index `last` (1,), the last one if None."""
         output = self._model(
             input_ids=tokens,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=1,
+            logits_to_keep=1 if last is None else last,
             serving=step,
         )
         if step.layers_seen != self._layers:
