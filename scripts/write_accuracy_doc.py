@@ -92,6 +92,7 @@ def render(sources: Sources) -> str:
         _verdicts(report),
         _bounds(sources.bounds),
         _engines(report),
+        _real_ranks(report),
         _groups(report),
         _nearly_full(report),
         _far_off(report, sources.explanations),
@@ -149,6 +150,21 @@ def _engines(report: AccuracyReport) -> Iterator[str]:
     for values, found in report.crossed("engine", "stage", "world size").items():
         if _bytes_of(found):
             yield f"| {' | '.join(values)} | {_byte_cells(found)} |"
+
+
+def _real_ranks(report: AccuracyReport) -> Iterator[str]:
+    """Yield errors over NCCL alone: memory, the whole step, and all of its collectives."""
+    columns = f"{BYTE_COLUMNS} | step_time | communication_time"
+    yield (
+        "\n## Real ranks over NCCL\n\n"
+        "One process per GPU. What a rank alone had said for the same plans is beside each run in "
+        f"docs/zero.md. Each cell: {CELLS}.\n"
+    )
+    yield f"| engine | stage | ranks | {columns} |\n|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    for values, found in report.crossed("world", "engine", "stage", "world size").items():
+        if values[0] == "nccl":
+            times = [_error_cell(found.get(name)) for name in ("step_time", "communication_time")]
+            yield f"| {' | '.join((*values[1:], _byte_cells(found), *times))} |"
 
 
 def _groups(report: AccuracyReport) -> Iterator[str]:
@@ -380,12 +396,12 @@ def _bytes_of(found: Mapping[str, Statistics]) -> int:
 
 
 def _byte_cells(found: Mapping[str, Statistics]) -> str:
-    cells = [str(_bytes_of(found))]
-    for quantity in MEMORY_QUANTITIES:
-        seen = found.get(quantity)
-        text = f"{seen.mean_absolute_percent:.2f} % ({seen.worst_percent:+.2f})" if seen else "-"
-        cells.append(text)
-    return " | ".join(cells)
+    cells = [_error_cell(found.get(quantity)) for quantity in MEMORY_QUANTITIES]
+    return " | ".join([str(_bytes_of(found)), *cells])
+
+
+def _error_cell(seen: Statistics | None) -> str:
+    return f"{seen.mean_absolute_percent:.2f} % ({seen.worst_percent:+.2f})" if seen else "-"
 
 
 def _line(name: str, found: Statistics) -> str:
