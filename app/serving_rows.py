@@ -18,7 +18,7 @@ from planner.calibration import sheet_of
 from planner.decode_run import AttentionBackend, CacheDtype, check_positions, parse_decode
 from planner.errors import PlanError
 from planner.plan import Plan
-from planner.serve_run import TraceRequest, parse_trace
+from planner.serve_run import TraceRequest, padded_tokens, parse_trace
 from planner.serving.capacity import CAPACITY_COLUMNS, Capacity, ServingEngine, capacity_cells
 from planner.serving_levers import (
     Lever,
@@ -222,7 +222,7 @@ def compared_traces(url: str) -> list[dict[str, Any]]:
     """Return every stored serving run's percentiles, simulated today beside measured."""
     rows = []
     for row in measurements(services.database(), kinds=[RunKind.SERVE]):
-        found = simulated_row(row.spec, row.environment)
+        found = simulated_row(row.spec, row.environment, row.measured)
         if found is None:
             continue
         name = found.model.name.rsplit("/", 1)[-1]
@@ -302,7 +302,7 @@ def server_of_point(point: ServingPoint, choice: TraceChoice) -> Server:
 def simulations(point: ServingPoint, choice: TraceChoice) -> dict[str, Simulation]:
     """Return the trace served by continuous and by static batching. Raises PlanError."""
     trace, server = trace_of(point, choice), server_of_point(point, choice)
-    times = RememberedSteps(step_times(point))
+    times = RememberedSteps(step_times(point), padded_tokens(choice.chunk_tokens))
     return {
         "continuous": simulate(trace, server, times, PAGE_STEPS),
         "static": simulate_static(trace, server, times, PAGE_STEPS),
@@ -312,7 +312,8 @@ def simulations(point: ServingPoint, choice: TraceChoice) -> dict[str, Simulatio
 @st.cache_data(max_entries=16, show_spinner=False, hash_funcs={ServingPoint: hash})
 def rate_rows(point: ServingPoint, choice: TraceChoice) -> list[dict[str, Any]]:
     """Return latencies at rates around the chosen one, of at most RATE_REQUESTS requests each."""
-    times, server = RememberedSteps(step_times(point)), server_of_point(point, choice)
+    times = RememberedSteps(step_times(point), padded_tokens(choice.chunk_tokens))
+    server = server_of_point(point, choice)
     rows = []
     for factor in RATE_FACTORS:
         number = min(choice.requests, RATE_REQUESTS)

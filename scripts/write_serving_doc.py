@@ -14,7 +14,7 @@ from planner.decode_run import CacheDtype, CacheKind, DecodeRun, parse_decode
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow, read_file
 from planner.serve_run import ServeRun
-from planner.serving.runs import predict_decode, served_model
+from planner.serving.runs import RanAs, predict_decode, served_model, waits_for_host
 from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, StepTimes
 from planner.simulation.runs import Compared, SimulatedRun, compare_latency, simulated_rows
 
@@ -27,7 +27,8 @@ Time per step of all rows, and of the whole prefill; **predicted** is today's, *
 constant of the prediction was fitted to, which counts in no average. **bandwidth** is the bytes that a step
 must move over what the sheet's memory rate moves in the measured time. `static` is transformers' generation
 with sdpa and its static cache, not compiled. Rows marked 1 were taken before the products of query, key and
-value were joined.
+value were joined. **host** marks a prefill whose kernels the host started one by one, where today it is one graph:
+it took the host's time, which differs from session to session, and counts in no average.
 """
 HOW_SERVED = """
 Requests arrive by a Poisson process with lengths drawn evenly. Times are of requests that got all they asked
@@ -48,10 +49,15 @@ class Decoded:
     moved_share: float
     joined: bool
 
+    @property
+    def by_host(self) -> bool:
+        """Whether its prefill took the host's time, which today's does not."""
+        return waits_for_host(self.row, self.run)
+
     def error_percent(self, name: str) -> float | None:
         """Signed error of `prefill` or `decode`; None where a constant was fitted to it."""
         fitted = PREFILL_ROWS if name == "prefill" else DECODE_ROWS
-        if self.row.id in fitted:
+        if self.row.id in fitted or (name == "prefill" and self.by_host):
             return None
         predicted_s = self.prefill_s if name == "prefill" else self.decode_s
         measured_s: float = self.row.measured[f"{name}_time_s"]
@@ -76,9 +82,9 @@ def _decoded(row: RecordedRow) -> Decoded | None:
     if gpu is None:
         return None
     run, spec = parse_decode(row.spec["decode"])
-    joined = "joined_qkv" in (row.measured.get("fused") or {})
-    predicted = predict_decode(run, spec, gpu, joins_qkv=joined)
-    times = StepTimes(served_model(run, spec, gpu, joins_qkv=joined))
+    ran = RanAs.of(row.kind, row.measured)
+    predicted = predict_decode(run, spec, gpu, ran)
+    times = StepTimes(served_model(run, spec, gpu, ran))
     held = run.batch * (run.context + run.new_tokens // 2)
     moved = sum(part.bytes for part in times.decode_parts(run.batch, held))
     return Decoded(
@@ -88,7 +94,7 @@ def _decoded(row: RecordedRow) -> Decoded | None:
         prefill_s=predicted.prefill_time_s,
         decode_s=predicted.decode_time_s,
         moved_share=moved / gpu.mem_bandwidth_bytes_s / row.measured["decode_time_s"],
-        joined=joined,
+        joined=ran.joins_qkv,
     )
 
 
@@ -157,10 +163,17 @@ def _decode_table(decoded: Sequence[Decoded]) -> Iterator[str]:
             _cache(one.run),
             *_pair(measured["decode_time_s"], one.decode_s, one.error_percent("decode")),
             f"{100 * one.moved_share:.0f} %",
-            *_pair(measured["prefill_time_s"], one.prefill_s, one.error_percent("prefill")),
+            *_prefill_cells(one),
             _over(measured, "static"),
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def _prefill_cells(one: Decoded) -> tuple[str, str, str]:
+    measured_s, error = one.row.measured["prefill_time_s"], one.error_percent("prefill")
+    if one.by_host:
+        return ms(measured_s), ms(one.prefill_s), "host"
+    return _pair(measured_s, one.prefill_s, error)
 
 
 def _cache(run: DecodeRun) -> str:
@@ -201,11 +214,12 @@ def _one_byte_words(decoded: Sequence[Decoded]) -> Iterator[str]:
     plain = {_place(one): one for one in decoded if one.run.cache_dtype is CacheDtype.MODEL}
     for one in decoded:
         own = plain.get(_place(one))
-        if own is None or one is own:
+        if own is None or one.run.cache_dtype is CacheDtype.MODEL:
             continue
         ratio = one.row.measured["decode_time_s"] / own.row.measured["decode_time_s"]
+        saves = "saves memory, not time" if ratio > 1 else "saves memory and time"
         yield (
-            f"- A cache in {one.run.cache_dtype} saves memory, not time: a step of {short(one.spec)} at batch "
+            f"- A cache in {one.run.cache_dtype} {saves}: a step of {short(one.spec)} at batch "
             f"{one.run.batch} and context {one.run.context:,} takes {ratio:.2f} times that over bf16."
         )
 

@@ -176,7 +176,7 @@ def print_serving(detail: RunDetail) -> None:
     print_table(make_table(serve_headline(measured), SERVE_COLUMNS[:1], SERVE_COLUMNS[1:], cells))
     if peers := peer_cells(measured):
         print_table(make_table("The same trace", PEER_COLUMNS[:1], PEER_COLUMNS[1:], peers))
-    if found := simulated_row(detail.spec, detail.environment):
+    if found := simulated_row(detail.spec, detail.environment, measured):
         compared = compared_cells(compare_latency(found.continuous, measured))
         title = f"Simulated on {found.gpu.name}, beside it"
         print_table(make_table(title, COMPARED_COLUMNS[:2], COMPARED_COLUMNS[2:], compared))

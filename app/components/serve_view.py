@@ -77,7 +77,7 @@ def _show_peers(measured: Mapping[str, Any]) -> None:
 
 def _show_simulated(run: Mapping[str, Any]) -> None:
     """Draw today's simulation of the run's own trace beside what it measured."""
-    found = simulated_row(run["spec"], run["environment"])
+    found = simulated_row(run["spec"], run["environment"], run["measured"])
     if found is None:
         return
     st.markdown("**Simulated beside measured**")

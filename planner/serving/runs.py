@@ -15,7 +15,7 @@ from planner.hardware import Gpu
 from planner.memory.overheads import CONTEXT_BYTES
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
-from planner.serve_run import ServeRun, parse_serve
+from planner.serve_run import GRAPH_CHUNKS, MAX_GRAPH_TOKENS, ServeRun, parse_serve
 from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, ServedModel, StepTimes
 from planner.units import MIB_BYTES
 from planner.workload import KvDtype, WeightsDtype
@@ -39,8 +39,31 @@ _HIDDEN_STATES = 5
 _ROUTED_STATES = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanAs:
+    """How a run was made that today would be made otherwise; the defaults are today's.
+
+    `joins_qkv`: query, key and value were one product. `prefill_graphs`: prefills of few tokens over pages
+    were CUDA graphs.
+    """
+
+    joins_qkv: bool = True
+    prefill_graphs: bool = True
+
+    @classmethod
+    def of(cls, kind: Kind, measured: Mapping[str, Any]) -> RanAs:
+        """Return how a stored run was made; what a served one joined is not written down."""
+        joined = "joined_qkv" in (measured.get("fused") or {})
+        return cls(
+            joins_qkv=joined or kind is Kind.SERVE, prefill_graphs="prefill_graph" in measured
+        )
+
+
+TODAY = RanAs()
+
+
 def served_model(
-    run: DecodeRun | ServeRun, spec: ModelSpec, gpu: Gpu, *, joins_qkv: bool = True
+    run: DecodeRun | ServeRun, spec: ModelSpec, gpu: Gpu, ran: RanAs = TODAY
 ) -> ServedModel:
     """Return what a run serves, as `StepTimes` takes it."""
     return ServedModel(
@@ -51,8 +74,17 @@ def served_model(
         token_scales=True,
         expands_latents=True,
         graphs=run.graphs,
-        joins_qkv=joins_qkv,
+        joins_qkv=ran.joins_qkv,
+        graphed_tokens=_graphed_tokens(run) if ran.prefill_graphs else 0,
+        fused=run.fused,
     )
+
+
+def _graphed_tokens(run: DecodeRun | ServeRun) -> int:
+    """Tokens before a chunk from which on its prefill is no graph, 0 for none at all."""
+    if isinstance(run, ServeRun):
+        return GRAPH_CHUNKS * run.chunk_tokens
+    return 1 if run.cache is CacheKind.PAGED else 0
 
 
 def kv_dtype_of(run: DecodeRun | ServeRun) -> KvDtype:
@@ -73,16 +105,13 @@ class DecodePrediction:
 
 
 def predict_decode(
-    run: DecodeRun, spec: ModelSpec, gpu: Gpu, *, joins_qkv: bool = True
+    run: DecodeRun, spec: ModelSpec, gpu: Gpu, ran: RanAs = TODAY
 ) -> DecodePrediction:
-    """Return the times of a run's prefill and of a step half way through its timed ones, and its bytes.
-
-    `joins_qkv` is whether query, key and value were one product, as they are today.
-    """
-    times = StepTimes(served_model(run, spec, gpu, joins_qkv=joins_qkv))
+    """Return the times of a run's prefill and of a step half way through its timed ones, and its bytes."""
+    times = StepTimes(served_model(run, spec, gpu, ran))
     weights, cache = weights_bytes(spec, run.dtype), decode_cache_bytes(run, spec)
     element_bytes = _ELEMENT_BYTES[run.dtype]
-    rows = min(run.batch, max(1, PREFILL_TOKENS // run.context))
+    rows = rows_at_once(run)
     middle = run.context + 1 + (WARMUP_STEPS + run.new_tokens - 1) // 2
     prefilling = widest_bytes(spec, rows * run.context, element_bytes) + WORKSPACE_BYTES
     decoding = widest_bytes(spec, run.batch, element_bytes) + graphs_bytes(1)
@@ -187,8 +216,7 @@ def compare_served(row: RecordedRow) -> list[Comparison]:
             [("serve_allocated", serve_peak_bytes(served, spec), "allocated_bytes")], row.measured
         )
     run, spec = parse_decode(row.spec["decode"])
-    joins = "joined_qkv" in (row.measured.get("fused") or {})
-    found = predict_decode(run, spec, gpu, joins_qkv=joins)
+    found = predict_decode(run, spec, gpu, RanAs.of(row.kind, row.measured))
     pairs: list[tuple[str, float, str]] = [
         ("decode_weights", found.weights_bytes, "weights_bytes"),
         ("decode_cache", found.cache_bytes, "cache_bytes"),
@@ -198,18 +226,36 @@ def compare_served(row: RecordedRow) -> list[Comparison]:
             "prefill_peak_allocated_bytes",
         ),
         ("decode_allocated", found.decode_peak_allocated_bytes, "decode_peak_allocated_bytes"),
-        *_time_pairs(row.id, found),
+        *_time_pairs(row, run, found),
     ]
     return _comparisons(pairs, row.measured)
 
 
-def _time_pairs(row_id: str, found: DecodePrediction) -> list[tuple[str, float, str]]:
+def _time_pairs(
+    row: RecordedRow, run: DecodeRun, found: DecodePrediction
+) -> list[tuple[str, float, str]]:
     pairs = []
-    if row_id not in PREFILL_ROWS:
-        pairs.append(("prefill_time", found.prefill_time_s, "prefill_time_s"))
-    if row_id not in DECODE_ROWS:
+    if row.id not in PREFILL_ROWS:
+        name = "prefill_by_host_time" if waits_for_host(row, run) else "prefill_time"
+        pairs.append((name, found.prefill_time_s, "prefill_time_s"))
+    if row.id not in DECODE_ROWS:
         pairs.append(("decode_time", found.decode_time_s, "decode_time_s"))
     return pairs
+
+
+def waits_for_host(row: RecordedRow, run: DecodeRun) -> bool:
+    """Whether a row's prefill was made of kernels started one by one where today it is one graph.
+
+    Its time is the host's, which was up to twice as slow in one session as in another.
+    """
+    tokens = rows_at_once(run) * run.context
+    is_graph_today = run.graphs and run.cache is CacheKind.PAGED and tokens <= MAX_GRAPH_TOKENS
+    return is_graph_today and "prefill_graph" not in row.measured
+
+
+def rows_at_once(run: DecodeRun) -> int:
+    """Return how many rows a prefill runs together."""
+    return max(1, min(run.batch, PREFILL_TOKENS // run.context))
 
 
 def _comparisons(

@@ -16,8 +16,11 @@ from math import ceil
 
 import numpy as np
 
+from planner.decode_run import MAX_CONTEXT
 from planner.hardware import Gpu
 from planner.model import ModelSpec
+from planner.serve_run import MAX_GRAPH_TOKENS
+from planner.serving.curves import MOST_FEW_TOKENS, decode_attention_s, few_tokens_s
 from planner.serving.memory import KV_ELEMENT_BYTES
 from planner.serving.part import serving_part
 from planner.serving.work import (
@@ -37,7 +40,7 @@ from planner.workload import KvDtype, WeightsDtype
 # Ids of recorded rows that a constant below was fitted to: no evidence for the times they set.
 DECODE_ROWS = frozenset(
     (
-        "d5b2c047df93d368",
+        "2a6df7e19561cd9d",
         "9436024a0e6645b4",
         "64bfa18987712c17",
         "79237c4ebf67330a",
@@ -49,28 +52,13 @@ PREFILL_ROWS = frozenset(("b5840a901a294d25", "60e281f0617861be", "79237c4ebf673
 
 # Fitted to Llama-3.2-1B at batch 16 over 512 tokens, which is almost all small kernels.
 _BETWEEN_KERNELS_S = 0.5e-6
-# A product of up to 16 tokens takes as long as its weights are read; from 128 on the measured products
-# hold. Between them time goes by a straight line.
-_FEW_TOKENS, _MANY_TOKENS = 16, 128
-# Reading the weights of a product takes longer than copying half of them: fitted to Llama-3.1-8B at batch
-# 1, which is almost all weights.
-_READ_FACTOR = 1.07
-# recorded/kernels/h200-decode.jsonl: times of batch 32 over 4k, 8k and 32k tokens lie on a line that begins
-# 13.7 us above nothing (less the 2.9 us that pass between two events, kernel_none), at the shares below of
-# the sheet's 4.8 TB/s. With fewer tiles of 64 keys for each of a multiprocessor's two programs it is less:
-# 5.8 us at four tiles, the fewest, fitted with the pause between kernels.
-_DECODE_START_S, _DECODE_TILE_S, _DECODE_MOST_S = 4.6e-6, 0.29e-6, 13.7e-6
-_TILE_TOKENS, _MIN_TILES, _PROGRAMS_PER_MULTIPROCESSOR = 64, 4, 2
-_DECODE_SHARE = {
-    KvDtype.BF16: 0.954,
-    KvDtype.FP16: 0.954,
-    KvDtype.FP32: 0.954,
-    KvDtype.FP8: 0.692,
-    KvDtype.INT8: 0.489,
-}
-# Seconds for a scale of its own of a cached token and head, keys' and values' together: fitted to
-# Llama-3.1-8B over an fp8 cache of 32 x 8,192 tokens.
-_TOKEN_SCALE_S = 5.8e-11
+# Products of so many tokens are measured ones of few; from these on the curves of training hold, and between
+# them time goes by a straight line.
+_MANY_TOKENS = 2 * MOST_FEW_TOKENS
+# Over pages with a scale for each token and head each of a program's tiles takes longer than over one piece,
+# as the curves are: fitted to Llama-3.1-8B's fp8 caches of 16 x 4,096 and 32 x 8,192 tokens.
+_PAGED_TILE_S = 0.7e-6
+_TILE_TOKENS, _PROGRAMS_PER_MULTIPROCESSOR = 64, 2
 # A GPU that computes without a pause runs into its power limit: products and attention take longer than
 # when measured alone, whose rates are for single calls. Fitted to Llama-3.1-8B's prefill of 16 x 1,024 and
 # Llama-3.2-1B's of 32 x 8,192 tokens; a product repeated for long takes 1.18 times as long (the
@@ -96,6 +84,8 @@ _HOPPER, _HOPPER_HEADS = "9.0", (64, 128)
 _HOST_FORWARD_S = 8e-3
 _HOST_OWN_S = 135e-6
 _HOST_TORCH_S = 26e-6
+# Before a prefill's graph a dozen small operations put tokens and block tables where it reads them.
+_REPLAY_S = 12 * _HOST_TORCH_S
 # Kernels and slices by which a chunk's layer gathers the pages of what lies before it.
 _GATHERING_KERNELS = 6
 _OWN_KERNELS = ("norms", "activation", "rotary")
@@ -107,7 +97,8 @@ class ServedModel:
 
     `token_scales`: a one-byte cache has a scale for each token and head (an int8 cache always has).
     `expands_latents`: latent attention caches the keys and values of all heads, as `runners/serving`
-    does, not the latents. `graphs`: decode steps are CUDA graphs.
+    does, not the latents. `graphs`: decode steps are CUDA graphs, and so are prefills of
+    few tokens, where fewer than `graphed_tokens` lie before them. `fused`: norms, rotary embedding and gated activations are one kernel each.
     """
 
     spec: ModelSpec
@@ -119,6 +110,8 @@ class ServedModel:
     expands_latents: bool = False
     graphs: bool = True
     joins_qkv: bool = True
+    graphed_tokens: int = MAX_CONTEXT
+    fused: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +135,13 @@ class StepTimes:
         self.served = served
         self.rates = rates_of(served.gpu)
         self.part = serving_part(served.spec, served.tensor_parallel)
-        self.work = forward_work(self.part, served.weights_dtype, joins_qkv=served.joins_qkv)
+        joins = served.joins_qkv and served.fused
+        self.work = forward_work(
+            self.part, served.weights_dtype, joins_qkv=joins, fused=served.fused
+        )
+        # The curves of serving are the measured GPU's: another's memory sets how much slower it is.
+        bandwidth = measured_gpu().mem_bandwidth_bytes_s
+        self._slower = bandwidth / self.rates.memory_bytes_s
         self._forward = lru_cache(maxsize=4096)(self._forward_parts)
         self._curve_s = lru_cache(maxsize=65_536)(self._interpolated_s)
 
@@ -188,6 +187,12 @@ class StepTimes:
             *self._forward(tokens, rows),
             self._prefill_attention(num_tokens, context_tokens, rows),
         )
+        is_few = tokens <= MAX_GRAPH_TOKENS and context_tokens < self.served.graphed_tokens
+        if self.served.graphs and is_few:
+            replay = StepPart(
+                name="host_waiting", flops=0.0, bytes=0.0, time_s=_REPLAY_S, bound="host"
+            )
+            return (*parts, replay)
         gathering = _GATHERING_KERNELS * self.part.num_layers if context_tokens else 0
         return (*parts, *self._host_part(parts, gathering))
 
@@ -246,12 +251,12 @@ class StepTimes:
             rows = tokens * self.part.experts_per_token / visited
         wide = visited * rows * (product.inner + product.columns) * self.work.element_bytes
         moved = visited * product.weight_bytes + wide
-        many_s = self._many_s(product, visited, rows, moved)
+        many_s = self._many_s(product, visited, rows, moved) + _BETWEEN_KERNELS_S
         if product.experts or tokens >= _MANY_TOKENS:
-            return many_s + _BETWEEN_KERNELS_S, moved
-        few_s = _READ_FACTOR * (self._stream_s(moved) - _BETWEEN_KERNELS_S)
-        between = max(0.0, (tokens - _FEW_TOKENS) / (_MANY_TOKENS - _FEW_TOKENS))
-        return few_s + between * (many_s - few_s) + _BETWEEN_KERNELS_S, moved
+            return many_s, moved
+        few_s = self._slower * few_tokens_s(product.weight_bytes, float(tokens))
+        between = max(0.0, tokens / MOST_FEW_TOKENS - 1.0)
+        return few_s + between * (many_s - few_s), moved
 
     def _many_s(self, product: Product, visited: float, rows: float, moved: float) -> float:
         """The measured product's time, with the bytes that are read where weights are quantised."""
@@ -298,31 +303,31 @@ class StepTimes:
         elements, scales = _cached(part, served)
         seen = self._seen_tokens(batch, total_context_tokens)
         read = seen * elements * KV_ELEMENT_BYTES[served.kv_dtype]
-        rate = _DECODE_SHARE[served.kv_dtype] * self.rates.memory_bytes_s
-        slower = self.rates.memory_bytes_s / measured_gpu().mem_bandwidth_bytes_s
-        scaled_s = seen * scales / 2 * _TOKEN_SCALE_S / slower
         flops = seen * self._flops_per_cached_token()
         computed_s = flops / (_LATENT_SHARE * self.rates.peak_flop_s["bf16"])
-        read_s = read / rate + scaled_s
         layers = part.num_layers
+        heads = elements / (2.0 * part.head_dim)
+        each_s = decode_attention_s(
+            served.kv_dtype, scales > 0, part.head_dim, batch, seen / layers * heads
+        )
+        if scales:
+            each_s += _PAGED_TILE_S * self._tiles(batch, seen / layers)
+        read_s = layers * self._slower * each_s
         append = layers * self._stream_s(batch * elements * 4.0)
-        start_s = self._decode_start_s(batch, seen / layers)
-        time_s = append + layers * (start_s + 2 * _BETWEEN_KERNELS_S)
         return StepPart(
             name="attention",
             flops=flops,
             bytes=read + 4.0 * seen * scales,
-            time_s=time_s + max(read_s, computed_s),
+            time_s=append + max(read_s, computed_s),
             bound="compute" if computed_s > read_s else "hbm",
         )
 
-    def _decode_start_s(self, batch: int, layer_tokens: float) -> float:
-        """What a decode attention takes besides its reads: more, the longer each program's pipeline is."""
+    def _tiles(self, batch: int, layer_tokens: float) -> float:
+        """Tiles of keys that each program of a decode attention goes through, one after the other."""
         part = self.part
         heads = part.num_heads if part.latent is not None else part.num_kv_heads
         slots = _PROGRAMS_PER_MULTIPROCESSOR * self.rates.multiprocessors
-        tiles = max(_MIN_TILES, layer_tokens * heads / _TILE_TOKENS / max(slots, batch * heads))
-        return min(_DECODE_MOST_S, _DECODE_START_S + _DECODE_TILE_S * tiles)
+        return layer_tokens * heads / _TILE_TOKENS / max(slots, batch * heads)
 
     def _seen_tokens(self, batch: int, total_context_tokens: int) -> float:
         """Cached tokens that a step reads over all layers, sequences taken as equally long."""

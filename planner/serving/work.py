@@ -8,7 +8,7 @@ What surrounds a mixture's experts and latent attention runs as transformers wri
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from planner.families import parameter_shapes
@@ -28,6 +28,9 @@ _PLAIN_BYTES = {WeightsDtype.BF16: 2, WeightsDtype.FP16: 2, WeightsDtype.FP32: 4
 _GROUPED_KERNELS = 2
 # DeepSeek's queries and keys are rotated, joined and copied by ten kernels (list of deepseek_v2).
 _LATENT_KERNELS = 10
+# Kernels of transformers' own RMS norm (to fp32, square, mean, eps, root, two products, back), rotary embedding
+# (of query and key each: two products, a half turned and joined, a sum) and gated activation.
+_KERNELS_APART = {"norms": 8, "rotary": 10, "activation": 2}
 # Around the layers: angles, positions, the embedding's rows, and what picks and keeps the next token.
 STEP_KERNELS = 24
 
@@ -78,19 +81,25 @@ class ForwardWork:
 
 
 def forward_work(
-    part: ModelSpec, weights_dtype: WeightsDtype, *, joins_qkv: bool = True
+    part: ModelSpec, weights_dtype: WeightsDtype, *, joins_qkv: bool = True, fused: bool = True
 ) -> ForwardWork:
-    """Return the work of the part of a model that one GPU holds."""
+    """Return the work of the part of a model that one GPU holds.
+
+    Not `fused`, norms, rotary embedding and gated activations are the kernels of transformers' own code.
+    """
     element_bytes = 4 if weights_dtype is WeightsDtype.FP32 else 2
     return ForwardWork(
         products=(
             *_attention_products(part, weights_dtype, joins_qkv),
-            *_mlp_products(part, weights_dtype),
+            *_mlp_products(part, weights_dtype, fused),
         ),
-        streams=(
-            *_norms(part, element_bytes),
-            *_around_attention(part, element_bytes),
-            *_around_mlp(part, element_bytes),
+        streams=tuple(
+            one if fused else _apart(one)
+            for one in (
+                *_norms(part, element_bytes),
+                *_around_attention(part, element_bytes),
+                *_around_mlp(part, element_bytes),
+            )
         ),
         head=Product(
             name="head",
@@ -146,12 +155,15 @@ def _attention_products(part: ModelSpec, dtype: WeightsDtype, joins_qkv: bool) -
     yield _product("attention_output", output, count, dtype)
 
 
-def _mlp_products(part: ModelSpec, dtype: WeightsDtype) -> Iterator[Product]:
+def _mlp_products(part: ModelSpec, dtype: WeightsDtype, fused: bool) -> Iterator[Product]:
     hidden, routed = part.hidden_size, part.num_expert_layers
     joined = part.mlp_products - 1
     if dense := part.num_layers - routed:
         width = part.intermediate_size
-        yield _product("mlp_up", (hidden, joined * width), dense, dtype)
+        if fused:
+            yield _product("mlp_up", (hidden, joined * width), dense, dtype)
+        else:
+            yield _product("mlp_up", (hidden, width), joined * dense, dtype)
         yield _product("mlp_down", (width, hidden), dense, dtype)
     if not routed:
         return
@@ -176,6 +188,12 @@ def _norms(part: ModelSpec, element_bytes: int) -> Iterator[Stream]:
         elif width == part.head_dim and "k_norm" in name:
             width = part.kv_size
         yield _stream("norms", parameter.count, 2 * width * element_bytes)
+
+
+def _apart(stream: Stream) -> Stream:
+    """Return a fused kernel's work as transformers' own code has it: more kernels, each over all of it."""
+    kernels = _KERNELS_APART.get(stream.name, 1)
+    return replace(stream, count=stream.count * kernels)
 
 
 def _stream(name: str, count: int, token_bytes: float) -> Stream:

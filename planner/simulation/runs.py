@@ -12,12 +12,12 @@ from planner.errors import PlanError
 from planner.hardware import Gpu
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
-from planner.serve_run import ServeRun, parse_serve
+from planner.serve_run import ServeRun, padded_tokens, parse_serve
 from planner.serving.capacity import Capacity, ServingEngine, capacity
-from planner.serving.runs import check_room, kv_dtype_of, served_model
+from planner.serving.runs import TODAY, RanAs, check_room, kv_dtype_of, served_model
 from planner.serving.times import StepTimes
 from planner.simulation.continuous import simulate
-from planner.simulation.server import MAX_REQUESTS, MAX_STEPS, server_of
+from planner.simulation.server import MAX_REQUESTS, server_of
 from planner.simulation.static import simulate_static
 from planner.simulation.steps import RememberedSteps
 from planner.simulation.tally import Simulation
@@ -40,18 +40,18 @@ class SimulatedRun:
     source: str
 
 
-def simulate_run(
-    run: ServeRun, model: ModelSpec, gpu: Gpu, *, max_steps: int = MAX_STEPS
-) -> SimulatedRun:
+def simulate_run(run: ServeRun, model: ModelSpec, gpu: Gpu, ran: RanAs = TODAY) -> SimulatedRun:
     """Simulate a run on a GPU. Raises PlanError for a trace that is too long to simulate."""
-    times = StepTimes(served_model(run, model, gpu))
-    remembered, server = RememberedSteps(times), server_of(run, model)
+    times = StepTimes(served_model(run, model, gpu, ran))
+    is_padded = run.graphs and ran.prefill_graphs
+    remembered = RememberedSteps(times, padded_tokens(run.chunk_tokens) if is_padded else 1)
+    server = server_of(run, model)
     return SimulatedRun(
         run=run,
         model=model,
         gpu=gpu,
-        continuous=simulate(run.trace, server, remembered, max_steps),
-        static=simulate_static(run.trace, server, remembered, max_steps),
+        continuous=simulate(run.trace, server, remembered),
+        static=simulate_static(run.trace, server, remembered),
         source=times.source,
     )
 
@@ -78,7 +78,9 @@ def engine_capacities(found: SimulatedRun) -> list[Capacity]:
 
 
 def simulated_row(
-    spec: Mapping[str, Any], environment: Mapping[str, Any] | None
+    spec: Mapping[str, Any],
+    environment: Mapping[str, Any] | None,
+    measured: Mapping[str, Any] | None,
 ) -> SimulatedRun | None:
     """Return today's simulation of a stored run, on the GPU that ran it.
 
@@ -88,7 +90,8 @@ def simulated_row(
         run, model = parse_serve(spec.get("serve"))
         gpu = sheet_of(environment or {})
         is_ours = run.attention is AttentionBackend.PEAKMARK
-        return simulate_run(run, model, gpu) if gpu and is_ours else None
+        ran = RanAs.of(Kind.SERVE, measured or {})
+        return simulate_run(run, model, gpu, ran) if gpu and is_ours else None
     except PlanError:
         return None
 
@@ -128,7 +131,9 @@ def compare_latency(found: Simulation, measured: Mapping[str, Any]) -> list[Comp
 def simulated_rows(rows: Iterable[RecordedRow]) -> list[tuple[RecordedRow, SimulatedRun]]:
     """Return the recorded serving runs that can be simulated, each with its simulation."""
     pairs = [
-        (row, simulated_row(row.spec, row.environment)) for row in rows if row.kind is Kind.SERVE
+        (row, simulated_row(row.spec, row.environment, row.measured))
+        for row in rows
+        if row.kind is Kind.SERVE
     ]
     return [(row, found) for row, found in pairs if found is not None]
 

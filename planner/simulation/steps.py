@@ -6,15 +6,19 @@ from functools import lru_cache
 
 from planner.simulation.server import StepTime
 
-# Contexts are rounded up to so many tokens: of an 8B model 8 MiB and 32 MiB of cache, microseconds.
-_PREFILL_GRAIN, _DECODE_GRAIN = 64, 256
+# Contexts are rounded to so many tokens: of an 8B model 2 MiB and 32 MiB of cache, microseconds.
+_PREFILL_GRAIN, _DECODE_GRAIN = 16, 256
 _REMEMBERED = 1 << 16
 
 
 class RememberedSteps:
-    """Prefill and decode times of `times`, each looked up once for alike contexts."""
+    """Prefill and decode times of `times`, each looked up once for alike contexts.
 
-    def __init__(self, times: StepTime) -> None:
+    A chunk takes the time of the next multiple of `part_tokens`: the graph that runs it is as long.
+    """
+
+    def __init__(self, times: StepTime, part_tokens: int = 1) -> None:
+        self._part_tokens = part_tokens
         self._prefill_s = lru_cache(_REMEMBERED)(
             lambda tokens, context: times.step_s(tokens, context * _PREFILL_GRAIN, 0, 0)
         )
@@ -32,7 +36,8 @@ class RememberedSteps:
         """Return the seconds of one step: a chunk's forward, then the decode's."""
         total_s = 0.0
         if prefill_tokens:
-            total_s += self._prefill_s(prefill_tokens, -(-prefill_context // _PREFILL_GRAIN))
+            padded = -(-prefill_tokens // self._part_tokens) * self._part_tokens
+            total_s += self._prefill_s(padded, round(prefill_context / _PREFILL_GRAIN))
         if decode_batch:
-            total_s += self._decode_s(decode_batch, -(-decode_context_total // _DECODE_GRAIN))
+            total_s += self._decode_s(decode_batch, round(decode_context_total / _DECODE_GRAIN))
         return total_s

@@ -58,10 +58,12 @@ def test_percentiles_stand_beside_measured_ones_with_signed_errors() -> None:
 def test_only_runs_of_our_kernels_on_a_known_gpu_are_simulated() -> None:
     spec = {"serve": ASKED}
     gpu = {"name": "NVIDIA H200", "memory_total_bytes": 150_754_820_096}
-    assert simulated_row(spec, {"gpu": gpu}) is not None
-    assert simulated_row(spec, {}) is None
-    assert simulated_row({"serve": {**ASKED, "attention": "torch"}}, {"gpu": gpu}) is None
-    assert simulated_row({"serve": {"model": {"preset": "llama-3.2-1b"}}}, {"gpu": gpu}) is None
+    assert simulated_row(spec, {"gpu": gpu}, None) is not None
+    assert simulated_row(spec, {}, None) is None
+    assert simulated_row({"serve": {**ASKED, "attention": "torch"}}, {"gpu": gpu}, None) is None
+    assert (
+        simulated_row({"serve": {"model": {"preset": "llama-3.2-1b"}}}, {"gpu": gpu}, None) is None
+    )
 
 
 def test_every_recorded_trace_is_simulated_with_all_its_requests() -> None:

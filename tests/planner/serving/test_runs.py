@@ -91,9 +91,10 @@ def test_predictions_of_recorded_rows_stay_as_near_as_they_are(rows: list[Record
     assert max(mean[name] for name in ("decode_weights", "decode_cache")) == 0
     assert max(mean["prefill_allocated"], mean["decode_allocated"]) < 0.5
     assert mean["serve_allocated"] < 1 and max(errors["serve_allocated"]) < 3
-    assert mean["decode_time"] < 5 and max(errors["decode_time"]) < 15
-    # Llama-3.1-8B's lone prompt of 1,024 tokens took 63 ms, half as much again as in served traces.
-    assert mean["prefill_time"] < 7 and sorted(errors["prefill_time"])[-2] < 15
+    assert mean["decode_time"] < 4 and max(errors["decode_time"]) < 15
+    assert mean["prefill_time"] < 4 and max(errors["prefill_time"]) < 15
+    # A prefill whose kernels the host started one by one, where today it is one graph, is no evidence for it.
+    assert len(errors["prefill_by_host_time"]) > 10
 
 
 def test_rows_that_set_a_constant_are_no_evidence_for_its_time(rows: list[RecordedRow]) -> None:
