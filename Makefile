@@ -17,6 +17,7 @@ accuracy: .venv/.installed
 	@.venv/bin/python scripts/write_accuracy_doc.py
 	@.venv/bin/python scripts/write_zero_doc.py
 	@.venv/bin/python scripts/write_throughput_doc.py
+	@.venv/bin/python scripts/write_ranking_doc.py
 	@.venv/bin/python scripts/write_kernels_doc.py
 	@.venv/bin/python scripts/write_serving_doc.py
 

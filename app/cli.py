@@ -14,6 +14,7 @@ from app.commands import (
     compare,
     decode,
     doctor,
+    experiments,
     export,
     import_rows,
     levers,
@@ -52,6 +53,7 @@ app.command("claims")(claims.claims_command)
 app.command("export")(export.export_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
+app.add_typer(experiments.app, name="experiments")
 app.command("accuracy")(accuracy.accuracy_command)
 app.command("import")(import_rows.import_command)
 app.command("doctor")(doctor.doctor_command)

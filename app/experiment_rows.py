@@ -1,4 +1,4 @@
-"""What the Experiments page shows, as plain data: candidates, groups of repeats, runs, conditions."""
+"""What an experiment says, as plain data: groups of repeats, runs, conditions, findings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import streamlit as st
-
-from app import services
-from db import repository
-from db.database import resolve_url
+from app.plan_words import plan_line
+from db.database import Database
 from db.experiments import Member, experiment_members
-from db.measurements import measurements
-from db.types import FINAL_STATES, Origin
+from db.types import FINAL_STATES
 from planner.difference import percent
 from planner.errors import PlanError
 from planner.experiments.conditions import cautions, clocks_of, drifts, watched
@@ -31,8 +27,6 @@ from planner.experiments.variables import Kind, spec_variables
 from planner.units import format_seconds
 from planner.workload import Parallelism, ServingWorkload, TrainingWorkload, flat_dict
 
-CANDIDATES_SHOWN = 200
-CANDIDATES_TTL_S = 20
 SHORT_ID = 8
 LABEL_VARIABLES = 3
 # How the flag of a comparison begins that changes both kinds of variables at once.
@@ -84,55 +78,7 @@ def _plan_words(plan: Mapping[str, Any]) -> str:
         "workload": {**workload, **(plan.get("workload") or {})},
         "parallelism": {**flat_dict(Parallelism()), **(plan.get("parallelism") or {})},
     }
-    return f"{name}: {services.plan_line(whole)}"
-
-
-def candidates(search: str) -> list[dict[str, Any]]:
-    """Return runs and recorded measurements whose words hold all of `search`, newest first."""
-    wanted = search.casefold().split()
-    found = [
-        line
-        for line in _candidates(resolve_url(None).render_as_string())
-        if all(word in line["all"] for word in wanted)
-    ]
-    return found[:CANDIDATES_SHOWN]
-
-
-@st.cache_data(max_entries=4, ttl=CANDIDATES_TTL_S, show_spinner=False)
-def _candidates(url: str) -> list[dict[str, Any]]:
-    database = services.database()
-    seen = [one for one in measurements(database) if one.origin is Origin.RECORDED]
-    rows = [
-        _candidate(spec_words(one.spec), one.spec, str(one.outcome), one.recorded_at, row_id=one.id)
-        for one in reversed(seen)
-    ]
-    runs = []
-    for run in repository.list_runs(database, limit=CANDIDATES_SHOWN):
-        detail = repository.get_run(database, run.id)
-        if detail is not None:
-            words = spec_words(detail.spec)
-            runs.append(_candidate(words, detail.spec, str(run.state), "", run_id=run.id))
-    return [*runs, *rows]
-
-
-def _candidate(
-    words: str,
-    spec: Mapping[str, Any],
-    outcome: str,
-    recorded_at: str,
-    *,
-    run_id: str | None = None,
-    row_id: str | None = None,
-) -> dict[str, Any]:
-    line = {
-        "what": words,
-        "world": str(spec.get("world")),
-        "outcome": outcome.replace("_", " "),
-        "made": "here" if run_id else f"recorded {recorded_at[:10]}",
-        "id": run_id or row_id,
-    }
-    text = " ".join((*map(str, line.values()), str(spec.get("kind")))).casefold()
-    return {**line, "run_id": run_id, "row_id": row_id, "all": text}
+    return f"{name}: {plan_line(whole)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +91,9 @@ class Analysis:
     notes: Sequence[str]
 
 
-def analyse(experiment_id: int) -> Analysis:
+def analyse(database: Database, experiment_id: int) -> Analysis:
     """Work out an experiment; raises PlanError where there is none."""
-    members = experiment_members(services.database(), experiment_id)
+    members = experiment_members(database, experiment_id)
     lines = [line for member in members for line in _lines(member)]
     return Analysis(
         members=members, lines=lines, groups=group_lines(lines), notes=_notes(members, lines)

@@ -65,3 +65,19 @@ def speed_detail(throughput: Mapping[str, Any]) -> str:
         f"{format_seconds(throughput['host_s'])}; at the vendor's peaks the operations would take "
         f"{share:.0%} of the step. HFU {throughput['hfu']:.1%}."
     )
+
+
+def plan_line(plan: Mapping[str, Any]) -> str:
+    """Return workload and parallelism of a plan's dictionary in one short line."""
+    workload, parallelism = plan["workload"], plan["parallelism"]
+    if plan["job"] == "serve":
+        return f"serve {workload['sequences']:,} × {workload['context_length']:,}"
+    words = [
+        f"{parallelism['engine']} ZeRO-{parallelism['zero_stage']} × {parallelism['world_size']}"
+        + split_words(parallelism),
+        f"{workload['micro_batch']:,} × {workload['sequence_length']:,}",
+        workload["attention"],
+        f"checkpointing {checkpointing_words(workload)}",
+        *variant_words(workload),
+    ]
+    return ", ".join(words)

@@ -11,6 +11,7 @@ from typing import Any
 
 from planner.collective_times import collective_times_s
 from planner.memory.overheads import NCCL_OVERHEAD
+from planner.offload import host_step
 from planner.plan import Plan
 from planner.records import RecordedRow
 from planner.speed.calibrated import rates_of
@@ -96,7 +97,11 @@ def compare_alone(plan: Plan, measured: Mapping[str, Any]) -> list[Comparison]:
     step = training_step(
         plan.model, workload, plan.parallelism, rates_of(plan.hardware), alone=True
     )
-    return [Comparison(quantity=ALONE, predicted=float(step.step_time_s), measured=float(seen))]
+    predicted_s = float(step.step_time_s)
+    if workload.offload_optimizer:
+        ranks = plan.parallelism.world_size
+        predicted_s += float(host_step(plan.model, workload, ranks, plan.hardware).time_s)
+    return [Comparison(quantity=ALONE, predicted=predicted_s, measured=float(seen))]
 
 
 def _communication_s(

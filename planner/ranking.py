@@ -11,22 +11,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from math import exp, log, sqrt
 from statistics import median
 from typing import Any
 
-from planner.accuracy import DONE
+from planner.accuracy import Residual, accuracy_report
 from planner.as_run import as_run
 from planner.checks import canonical_json
-from planner.comparison import ALONE, compare_alone, gpu_name
-from planner.errors import PlanError
+from planner.comparison import ALONE, Comparison, gpu_name
 from planner.plan import Plan, parse_plan
-from planner.records import Kind, RecordedRow, Role
-from planner.speed.calibrated import rows_used
-from planner.throughput import training_throughput
+from planner.records import RecordedRow, Role
 from planner.workload import Parallelism, TrainingWorkload, flat_dict
 
 # A choice within this share of the fastest is a good one.
 GOOD_PERCENT = 3.0
+# In so many of the groups the choice is to be a good one.
+AIM_SHARE = 0.95
+_TWO_SIDED_95 = 1.96
 # How a step is run; all else is what it computes.
 ALTERNATIVES = (
     *("engine", "zero_stage", "attention", "checkpointing", "checkpoint_every", "loss"),
@@ -36,20 +37,26 @@ ALTERNATIVES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """One alternative of a group: its choices in words, and its step time predicted and measured."""
+    """One alternative of a group: its choices in words, its step time predicted and, over runs, measured."""
 
     words: str
     predicted_s: float
     measured_s: float
+    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedGroup:
-    """Alternatives of one model and workload; `quantity` is "step_time", or that of a rank alone."""
+    """Alternatives of one model and workload; `quantity` is "step_time", or that of a rank alone.
+
+    `spread` is the standard deviation of ln(time) between runs of one plan of this model and workload,
+    and its degrees of freedom; None where nothing was run twice.
+    """
 
     title: str
     quantity: str
     alternatives: tuple[Timed, ...]
+    spread: tuple[float, int] | None = None
 
     @property
     def chosen(self) -> Timed:
@@ -67,10 +74,43 @@ class RankedGroup:
         return 100 * (self.chosen.measured_s / self.fastest.measured_s - 1)
 
     @property
+    def told_apart_percent(self) -> float | None:
+        """By how much chosen and fastest must differ to be told apart; None without repeats.
+
+        1.96 standard errors of the difference of two means of as many runs, of a normal ln(time).
+        """
+        if self.spread is None:
+            return None
+        error = self.spread[0] * sqrt(1 / self.chosen.runs + 1 / self.fastest.runs)
+        return 100 * (exp(_TWO_SIDED_95 * error) - 1)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the chosen one is within `GOOD_PERCENT` of the fastest."""
+        return self.regret_percent <= GOOD_PERCENT
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the chosen one is slower than a good one, and by more than repeats of one plan differ."""
+        return not self.is_good and self.regret_percent > (self.told_apart_percent or 0.0)
+
+    @property
     def good_share(self) -> float:
         """The share of alternatives that are good choices: what choosing blindly would reach."""
         limit = (1 + GOOD_PERCENT / 100) * self.fastest.measured_s
         return sum(one.measured_s <= limit for one in self.alternatives) / len(self.alternatives)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "title": self.title,
+            "quantity": self.quantity,
+            "alternatives": len(self.alternatives),
+            "chosen": self.chosen.words,
+            "fastest": self.fastest.words,
+            "regret_percent": self.regret_percent,
+            "told_apart_percent": self.told_apart_percent,
+        }
 
     def pairs(self) -> tuple[int, int]:
         """Return how many pairs differ by more than `GOOD_PERCENT`, and how many are ordered right."""
@@ -92,7 +132,12 @@ class RankingReport:
     @property
     def good(self) -> int:
         """Groups whose chosen alternative is within `GOOD_PERCENT` of the fastest."""
-        return sum(group.regret_percent <= GOOD_PERCENT for group in self.groups)
+        return sum(group.is_good for group in self.groups)
+
+    @property
+    def not_lost(self) -> int:
+        """Groups whose chosen alternative is good, or cannot be told from the fastest by the runs there are."""
+        return sum(not group.is_lost for group in self.groups)
 
     @property
     def blind(self) -> float:
@@ -104,6 +149,19 @@ class RankingReport:
         """Pairs that differ noticeably in any group, and those of them that are ordered right."""
         found = [group.pairs() for group in self.groups]
         return sum(apart for apart, _ in found), sum(right for _, right in found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form: the counts, and of every group what was chosen and what that lost."""
+        apart, right = self.pairs
+        return {
+            "groups": len(self.groups),
+            "good": self.good,
+            "not_lost": self.not_lost,
+            "blind": self.blind,
+            "pairs": apart,
+            "pairs_right": right,
+            "each": [group.to_dict() for group in self.groups],
+        }
 
     def sentence(self) -> str:
         """Return the figures in words."""
@@ -119,55 +177,80 @@ class RankingReport:
             f"differ by more, {right:,} ({right / max(1, apart):.0%}) are ordered right."
         )
 
+    def repeats_sentence(self) -> str:
+        """Return how many groups are lost when what repeats cannot tell apart is no loss, in words."""
+        number = max(1, len(self.groups))
+        return (
+            f"Where a choice is slower than that by no more than repeats of one plan differ, the runs do not "
+            f"say which is faster; counted as no loss, it is {self.not_lost} of {len(self.groups)} groups "
+            f"({self.not_lost / number:.0%})."
+        )
 
-def ranking_report(rows: Iterable[RecordedRow]) -> RankingReport:
+
+def ranking_report(
+    rows: Iterable[RecordedRow], residuals: Iterable[Residual] | None = None
+) -> RankingReport:
     """Group recorded steps by what they compute and rank the alternatives of each group.
 
-    Rows of calibration and those whose time set a constant are left out, and so are worlds that are
-    not honest for time. An alternative measured several times counts with its median.
+    `residuals` are those of an accuracy report over the rows, made anew if left out; what they hold no
+    time of is left out (another world, a constant's row), and so are rows of calibration. An alternative
+    measured several times counts with its median.
     """
-    groups: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = defaultdict(
+    known = list(rows)
+    told = accuracy_report(known).residuals if residuals is None else residuals
+    timed = {one.row_id: one for one in told if _is_time(one)}
+    groups: dict[tuple[str, str], dict[str, list[Comparison]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    titles: dict[tuple[str, str], str] = {}
-    for row in rows:
-        found = _timed(row)
-        if found is not None:
-            quantity, plan, predicted_s, measured_s = found
+    titles: dict[tuple[str, str], tuple[str, str]] = {}
+    for row in known:
+        if row.id in timed:
+            comparison = timed[row.id].comparison
+            plan = as_run(parse_plan(row.spec["plan"]), row.environment)
             work, words = _work_of(plan)
-            key = (canonical_json("work", [work, _place(row)]), quantity)
-            titles[key] = _title(plan)
-            groups[key][words].append((predicted_s, measured_s))
+            key = (canonical_json("work", [work, _place(row)]), comparison.quantity)
+            # Plans that differ in their ranks alone are one when it comes to how far repeats spread.
+            at_any_ranks = canonical_json("work", [{**work, "world_size": None}, _place(row)])
+            titles[key] = (_title(plan), at_any_ranks)
+            groups[key][words].append(comparison)
+    spreads = _spreads((titles[key][1], times) for key, times in groups.items())
     ranked = [
-        RankedGroup(title=titles[key], quantity=key[1], alternatives=_medians(alternatives))
+        RankedGroup(
+            title=titles[key][0],
+            quantity=key[1],
+            alternatives=_medians(alternatives),
+            spread=spreads.get(titles[key][1]),
+        )
         for key, alternatives in groups.items()
         if len(alternatives) > 1
     ]
     return RankingReport(groups=tuple(sorted(ranked, key=lambda group: -group.regret_percent)))
 
 
-def _timed(row: RecordedRow) -> tuple[str, Plan, float, float] | None:
-    """Return quantity, plan, predicted and measured step time; None for a row that tells none."""
-    if (
-        row.kind is not Kind.TRAIN_STEP
-        or row.outcome != DONE
-        or not row.measured.get("step_time_s")
-    ):
-        return None
-    if row.role is Role.CALIBRATION or row.id in rows_used():
-        return None
-    try:
-        plan = as_run(parse_plan(row.spec["plan"]), row.environment)
-    except PlanError:
-        return None
-    world, measured_s = str(row.spec.get("world")), float(row.measured["step_time_s"])
-    if not isinstance(plan.workload, TrainingWorkload):
-        return None
-    if world == "nccl" or (world == "solo" and plan.parallelism.world_size == 1):
-        chosen = plan.model, plan.workload, plan.parallelism, plan.hardware
-        return "step_time", plan, training_throughput(*chosen).step_time_s, measured_s
-    alone = compare_alone(plan, row.measured) if world == "solo" else []
-    return (ALONE, plan, alone[0].predicted, measured_s) if alone else None
+def _is_time(one: Residual) -> bool:
+    return one.role is not Role.CALIBRATION and one.comparison.quantity in ("step_time", ALONE)
+
+
+def _spreads(
+    found: Iterable[tuple[str, Mapping[str, Sequence[Comparison]]]],
+) -> dict[str, tuple[float, int]]:
+    """Return the standard deviation of ln(time) between runs of one alternative, and its degrees of freedom.
+
+    Pooled over the alternatives of a model and workload at all numbers of ranks: squares about each
+    one's mean over the runs more than one. What was never repeated is not in it.
+    """
+    squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for work, alternatives in found:
+        for times in alternatives.values():
+            logs = [log(one.measured) for one in times]
+            mean = sum(logs) / len(logs)
+            squares[work][0] += sum((one - mean) ** 2 for one in logs)
+            squares[work][1] += len(logs) - 1
+    return {
+        work: (sqrt(total / freedom), int(freedom))
+        for work, (total, freedom) in squares.items()
+        if freedom
+    }
 
 
 def _work_of(plan: Plan) -> tuple[dict[str, Any], str]:
@@ -200,12 +283,13 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _medians(alternatives: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[Timed, ...]:
+def _medians(alternatives: Mapping[str, Sequence[Comparison]]) -> tuple[Timed, ...]:
     return tuple(
         Timed(
             words=words,
-            predicted_s=median(predicted for predicted, _ in times),
-            measured_s=median(measured for _, measured in times),
+            predicted_s=median(one.predicted for one in times),
+            measured_s=median(one.measured for one in times),
+            runs=len(times),
         )
         for words, times in alternatives.items()
     )

@@ -27,10 +27,13 @@ def accuracy_command(
 ) -> None:
     """Recompute the prediction of every stored measurement and show the errors in percent."""
     from planner.accuracy import accuracy_report
+    from planner.ranking import ranking_report
 
-    report = accuracy_report(read_rows(files or []))
+    rows = read_rows(files or [])
+    report = accuracy_report(rows)
+    ranking = ranking_report(rows, report.residuals)
     if json:
-        print_json(report.to_dict())
+        print_json({**report.to_dict(), "ranking": ranking.to_dict()})
         return
     print_line(rows_sentence(report))
     overall = overall_rows(report.overall())
@@ -46,6 +49,8 @@ def accuracy_command(
     ends = ("ran", "out of memory")
     print_table(make_table("Verdicts", ("verdict",), ends, verdict_rows(report)))
     print_line(verdict_sentence(report))
+    print_line(ranking.sentence())
+    print_line(ranking.repeats_sentence())
     for row_id, reason in report.not_predicted.items():
         print_line(f"Not predicted: {row_id}: {reason}")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import experiment_rows, services
+from app import experiment_candidates, services
 from db import experiments
 
 CHOSEN, PROBLEM = "experiment_chosen", "experiment_problem"
@@ -124,7 +124,7 @@ def _candidates(chosen: int) -> None:
         placeholder="words such as: qwen2.5-0.5b fsdp2 nccl",
         live="300ms",
     )
-    found = experiment_rows.candidates(search)
+    found = experiment_candidates.candidates(search)
     if not found:
         st.caption("Nothing matches.")
         return
@@ -139,7 +139,7 @@ def _candidates(chosen: int) -> None:
         alt="Runs and measurements that can be added",
     )
     selected = [found[i] for i in chosen_rows["selection"]["rows"] if i < len(found)]
-    full = len(found) == experiment_rows.CANDIDATES_SHOWN
+    full = len(found) == experiment_candidates.CANDIDATES_SHOWN
     shown = f"The newest {len(found)} are shown. " if full else ""
     st.caption(f"{shown}Select rows and add them; a run that is in it already stays once.")
     st.button(

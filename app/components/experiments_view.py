@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 import streamlit as st
 
-from app import experiment_rows
+from app import experiment_rows, services
 from app.charts.experiments import repeats_figure
 from app.charts.style import axis_unit, size_text
 from app.components.experiment_form import add_runs, choose_experiment, remove_runs
@@ -41,7 +41,7 @@ def show_experiments_page() -> None:
                 icon=":material/science:",
             )
             return
-        analysis = experiment_rows.analyse(chosen)
+        analysis = experiment_rows.analyse(services.database(), chosen)
         add_runs(chosen, is_empty=not analysis.members)
         for note in analysis.notes:
             st.caption(f":material/info: {note}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+import json
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,18 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import experiment_rows, services
+from app import experiment_candidates, experiment_rows, services
 from app.components.problems import OUR_FAULT
 from db.engine import open_database
 from db.experiments import add_members, create_experiment, experiment_members, list_experiments
 from db.measurements import insert_measurement, measurements
 from db.types import Origin, Role, RunKind, RunState
 from db.views import Measurement
+from planner.experiments.groups import known_figures
 from planner.records import row_id
 from planner.units import format_bytes
 
+Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "app_pages/experiments.py"
 PLAN: dict[str, Any] = {
@@ -129,7 +133,7 @@ def test_groups_are_judged_and_flagged_in_words(empty: None) -> None:
 
 
 def test_the_file_holds_plain_numbers_and_every_variable(empty: None) -> None:
-    analysis = experiment_rows.analyse(stages_and_precision())
+    analysis = experiment_rows.analyse(services.database(), stages_and_precision())
     base, second, third = experiment_rows.group_csv(analysis, 0, "step time")
     assert (base["n"], base["low"]) == (4, 0.1)
     assert base["high"] == pytest.approx(0.103)
@@ -156,9 +160,49 @@ def test_rows_that_came_with_the_product_are_found(
     for name in ("h200-two-gpus-engines.jsonl", "h200-attention.jsonl"):
         (rows / name).symlink_to(ROOT / "recorded" / name)
     monkeypatch.setattr(services, "open_database", partial(open_database, recorded=rows))
-    found = experiment_rows.candidates("FSDP2 nccl")
+    found = experiment_candidates.candidates("FSDP2 nccl")
     assert found
     assert all("fsdp2" in line["what"] and line["world"] == "nccl" for line in found)
-    shapes = experiment_rows.candidates("32/8 heads")
+    shapes = experiment_candidates.candidates("32/8 heads")
     assert all(line["what"].startswith("attention ") and line["row_id"] for line in shapes)
-    assert experiment_rows.candidates("no such words at all") == []
+    assert experiment_candidates.candidates("no such words at all") == []
+
+
+def test_the_command_line_lists_shows_and_writes_what_the_page_shows(
+    run: Run, tmp_path: Path
+) -> None:
+    analysis = experiment_rows.analyse(services.database(), stages_and_precision())
+    assert json.loads(run("experiments", "list", "--json")[1])["experiments"][0]["name"] == "Stages"
+    code, out, _ = run("experiments", "show", "Stages", "--figure", "step time", "--json")
+    assert code == 0
+    assert json.loads(out)["groups"] == json.loads(
+        json.dumps(experiment_rows.group_csv(analysis, 0, "step time"))
+    )
+    file = tmp_path / "stages.csv"
+    assert run("experiments", "export", "stages", str(file), "--runs")[0] == 0
+    with file.open() as lines:
+        written = list(csv.DictReader(lines))
+    figure = next(iter(known_figures(list(analysis.lines))))
+    own = experiment_rows.run_rows(analysis, figure, None)
+    assert [row["run"] for row in written] == [row["run"] for row in own]
+    assert [float(row[figure]) for row in written] == [row[figure] for row in own]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["show", "nothing"],
+            "There is no experiment 'nothing': `peakmark experiments list` names",
+        ),
+        (["show", "stages", "--figure", "x"], "--figure is 'x': it must be one of "),
+        (["show", "stages", "--baseline", "9"], "--baseline is 9: it must be from 1 to 3."),
+    ],
+)
+def test_what_the_command_cannot_show_is_one_sentence(
+    run: Run, arguments: list[str], sentence: str
+) -> None:
+    stages_and_precision()
+    code, _, err = run("experiments", *arguments)
+    assert code == 2
+    assert sentence in err

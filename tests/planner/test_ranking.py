@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from planner import ranking
+from planner import accuracy
 from planner.plan import parse_plan
 from planner.ranking import RankedGroup, RankingReport, Timed, ranking_report
 from planner.records import Kind, RecordedRow, Role
@@ -44,6 +46,41 @@ def test_the_report_counts_groups_and_pairs() -> None:
         "more, 1 (50%) are ordered right."
     )
     assert RankingReport(groups=()).sentence() == "No recorded step has an alternative."
+
+
+def test_what_repeats_cannot_tell_apart_is_not_lost() -> None:
+    """Runs of one plan spread by 10 %: two single runs are told apart from 1.96 x 0.1 x 2^0.5 on."""
+    once = (
+        Timed(words="a", predicted_s=1.0, measured_s=1.2),
+        Timed(words="b", predicted_s=2.0, measured_s=1.0),
+    )
+    found = RankedGroup(title="x", quantity="step_time", alternatives=once, spread=(0.1, 5))
+    assert found.told_apart_percent == pytest.approx(100 * (math.exp(0.27719) - 1), rel=1e-4)
+    assert (found.is_good, found.is_lost) == (False, False)
+    # Nine runs of each: 1.96 x 0.1 x (2 / 9)^0.5 is 9.7 %, and 20 % is beyond it.
+    often = tuple(replace(one, runs=9) for one in once)
+    assert replace(found, alternatives=often).is_lost
+    # What was never run twice says nothing in favour of a choice.
+    assert replace(found, spread=None).is_lost
+    report = RankingReport(groups=(found, replace(found, spread=None)))
+    assert (report.good, report.not_lost) == (0, 1)
+    assert report.repeats_sentence().endswith("counted as no loss, it is 1 of 2 groups (50%).")
+
+
+def test_the_spread_is_that_of_runs_of_one_plan() -> None:
+    """0.10, 0.11 and 0.12 s of one plan, 0.2 and 0.3 s of another: squares about their own means."""
+    full = {"checkpointing": "full"}
+    report = report_of(
+        [
+            row(1, 0.10), row(2, 0.11), row(3, 0.12),
+            row(4, 0.20, workload=full), row(5, 0.30, workload=full),
+        ]
+    )  # fmt: skip
+    (found,) = report.groups
+    logs = [[math.log(x) for x in runs] for runs in ((0.10, 0.11, 0.12), (0.2, 0.3))]
+    squares = sum((x - sum(runs) / len(runs)) ** 2 for runs in logs for x in runs)
+    assert found.spread == (pytest.approx(math.sqrt(squares / 3)), 3)
+    assert sorted(one.runs for one in found.alternatives) == [2, 3]
 
 
 def row(number: int, measured_s: float | None, role: Role = Role.EVIDENCE, **parts: Any) -> Any:
@@ -104,5 +141,5 @@ def test_rows_are_grouped_by_what_they_compute() -> None:
 def test_rows_that_set_a_constant_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(1, 0.10), row(2, 0.11, workload={"checkpointing": "full"})]
     assert len(report_of(rows).groups) == 1
-    monkeypatch.setattr(ranking, "rows_used", lambda: frozenset({f"{2:016x}"}))
+    monkeypatch.setattr(accuracy, "rows_used", lambda: frozenset({f"{2:016x}"}))
     assert report_of(rows).groups == ()
