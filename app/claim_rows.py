@@ -10,12 +10,13 @@ import streamlit as st
 from app import services, state
 from app.claim_words import seen_text, value_text
 from app.components.attention_form import link_of
+from app.predictions import PlanKey, plan_key
 from db.database import display_name, resolve_url
 from db.measurements import measurements
 from db.types import Origin, RunKind
 from planner.attention.problem import Variant, parse_problem
 from planner.claims.answers import answers
-from planner.plan import Plan, parse_plan, plan_hash
+from planner.plan import Plan, parse_plan
 
 STORED_TTL_S = 60
 KINDS = (RunKind.ATTENTION, RunKind.TRAIN_STEP)
@@ -24,11 +25,11 @@ PLAN_PAGE, ATTENTION_PAGE = "app_pages/plan.py", "app_pages/attention.py"
 
 def claim_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return every claim (see `planner.claims.claim.Answer`), with a figure for `plan` beside."""
-    return _claim_rows(display_name(resolve_url(None)), plan_hash(plan), plan)
+    return _claim_rows(display_name(resolve_url(None)), plan_key(plan), plan)
 
 
 @st.cache_data(max_entries=20, ttl=STORED_TTL_S, show_spinner="Computing every claim…")
-def _claim_rows(url: str, digest: str, _plan: Plan) -> list[dict[str, Any]]:
+def _claim_rows(url: str, key: PlanKey, _plan: Plan) -> list[dict[str, Any]]:
     rows = measurements(services.database(), kinds=list(KINDS))
     here = [row.id for row in rows if row.origin is Origin.HERE]
     return [one.to_dict() for one in answers(_plan, rows, here)]

@@ -7,9 +7,10 @@ from typing import Any
 
 import streamlit as st
 
+from app.predictions import PlanKey, plan_key
 from planner.changes import Kind
 from planner.levers import Lever, levers_of, of_kind, remedies, saving, speeding
-from planner.plan import Plan, plan_hash
+from planner.plan import Plan
 from planner.predict import predict
 from planner.reach import REACHES, Reach, largest_that_fits
 from planner.verdict import State
@@ -19,11 +20,11 @@ Show = Callable[[int], str]
 
 def levers_like(plan: Plan) -> dict[str, list[Lever]]:
     """Return a training plan's levers by what they are for, each list the most useful first."""
-    return _levers(plan_hash(plan), plan)
+    return _levers(plan_key(plan), plan)
 
 
 @st.cache_data(max_entries=100, show_spinner=False)
-def _levers(digest: str, _plan: Plan) -> dict[str, list[Lever]]:
+def _levers(key: PlanKey, _plan: Plan) -> dict[str, list[Lever]]:
     before = predict(_plan)
     levers = levers_of(_plan, before, replay=False)
     system, capacity_bytes = of_kind(levers, Kind.SYSTEM), _plan.hardware.visible_bytes
@@ -41,11 +42,11 @@ def _levers(digest: str, _plan: Plan) -> dict[str, list[Lever]]:
 
 def reaches_of(plan: Plan) -> list[Reach]:
     """Return the largest micro-batch, sequence and model that fit, kept per plan."""
-    return _reaches(plan_hash(plan), plan)
+    return _reaches(plan_key(plan), plan)
 
 
 @st.cache_data(max_entries=100, show_spinner=False)
-def _reaches(digest: str, _plan: Plan) -> list[Reach]:
+def _reaches(key: PlanKey, _plan: Plan) -> list[Reach]:
     return [largest_that_fits(_plan, name) for name in REACHES]
 
 

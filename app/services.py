@@ -12,8 +12,8 @@ import streamlit as st
 
 from app.accuracy_job import AccuracyJob
 from app.engine_stages import possible_stages
-from app.plan_words import checkpointing_words, split_words, variant_words
-from app.predictions import prediction_here
+from app.plan_words import plan_line
+from app.predictions import prediction_here, with_calibration
 from app.proof import job_spec
 from db import repository
 from db.database import Database, resolve_url
@@ -111,8 +111,11 @@ def hub_config(hub_id: str) -> dict[str, Any]:
 
 
 def check_plan(mapping: Mapping[str, Any]) -> Plan:
-    """Check what a person entered; raises PlanError with one sentence."""
-    return parse_plan(mapping)
+    """Check what a person entered; raises PlanError with one sentence.
+
+    Its GPU has the calibration that was made on this machine, if there is one.
+    """
+    return with_calibration(parse_plan(mapping), database)
 
 
 def model_summary(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,22 +340,6 @@ def _run_words(url: str, run_id: str, state: str) -> dict[str, Any]:
         words |= {"counter": "state", "predicted_bytes": int(sum(c.predicted for c in found))}
         return words | {"measured_bytes": int(sum(c.measured for c in found))}
     return words | {"measured_bytes": (detail.measured or {}).get("allocated_bytes")}
-
-
-def plan_line(plan: Mapping[str, Any]) -> str:
-    """Return workload and parallelism of a plan's dictionary in one short line."""
-    workload, parallelism = plan["workload"], plan["parallelism"]
-    if plan["job"] == "serve":
-        return f"serve {workload['sequences']} × {workload['context_length']}"
-    words = [
-        f"{parallelism['engine']} ZeRO-{parallelism['zero_stage']} × {parallelism['world_size']}"
-        + split_words(parallelism),
-        f"{workload['micro_batch']} × {workload['sequence_length']}",
-        workload["attention"],
-        f"checkpointing {checkpointing_words(workload)}",
-        *variant_words(workload),
-    ]
-    return ", ".join(words)
 
 
 def run_detail(run_id: str) -> dict[str, Any] | None:

@@ -8,11 +8,12 @@ from typing import Any
 import streamlit as st
 
 from app import services
+from app.predictions import PlanKey, plan_key
 from db.database import display_name, resolve_url
 from db.measurements import measurements
 from planner.communication import NETWORK_ID, link_bytes_s
 from planner.interconnects import interconnect, interconnects
-from planner.plan import Plan, plan_hash
+from planner.plan import Plan
 from planner.same_run import geometric_mean, same_run_pairs
 from planner.workload import Engine
 from planner.zero import plan_links, remainder, stage_savings, training, work_of, zero_table
@@ -38,11 +39,11 @@ def zero_rows(
 ) -> dict[str, Any]:
     """Return `rows` (see `ZeroRow`) and `refused` (sentence by engine); kept per plan and choice."""
     choice = (tuple(engines), tuple(stages), tuple(world_sizes), in_node, network)
-    return _zero_rows(plan_hash(plan), choice, plan)
+    return _zero_rows(plan_key(plan), choice, plan)
 
 
 @st.cache_data(max_entries=200, show_spinner=False)
-def _zero_rows(digest: str, choice: tuple[Any, ...], _plan: Plan) -> dict[str, Any]:
+def _zero_rows(key: PlanKey, choice: tuple[Any, ...], _plan: Plan) -> dict[str, Any]:
     engines, stages, world_sizes, in_node, network = choice
     gpu = _plan.hardware
     own = float(link_bytes_s(gpu, 1))
@@ -64,11 +65,11 @@ def _zero_rows(digest: str, choice: tuple[Any, ...], _plan: Plan) -> dict[str, A
 
 def zero_remainder(plan: Plan) -> dict[str, Any]:
     """Return what no stage takes away (see `Remainder`), kept per plan."""
-    return _remainder(plan_hash(plan), plan)
+    return _remainder(plan_key(plan), plan)
 
 
 @st.cache_data(max_entries=100, show_spinner=False)
-def _remainder(digest: str, _plan: Plan) -> dict[str, Any]:
+def _remainder(key: PlanKey, _plan: Plan) -> dict[str, Any]:
     found = remainder(_plan)
     return {
         "engine": str(found.engine),

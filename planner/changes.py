@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -63,7 +63,8 @@ class Change:
                 document["model"] = {**document["model"], "overrides": overrides}
             else:
                 document[part] = {**document[part], **values}
-        return parse_plan(document)
+        # No change is one of the GPU, whose document does not hold what was measured on it.
+        return replace(parse_plan(document), hardware=plan.hardware)
 
     def beside(self, other: Change) -> Change | None:
         """Return both changes as one; None where they set the same field."""

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.checks import check_integer, check_mapping, check_number, check_text
 from planner.errors import PlanError
 from planner.presets import find_by_name
 from planner.units import GB_BYTES, MIB_BYTES
+
+if TYPE_CHECKING:
+    from planner.speed.own import OwnCalibration
 
 RATE_DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
@@ -36,7 +39,8 @@ class Gpu:
     `visible_bytes` is the total that CUDA reports; `peak_dense_flop_s` is by element type, None
     where the hardware lacks it; `interconnect_bytes_s` is per direction between the
     `gpus_per_node` GPUs that such links join, `host_link_bytes_s` to the host's memory: PCIe x16 of
-    the GPU's generation, the 4th where that is not known.
+    the GPU's generation, the 4th where that is not known. `calibration` is what was measured on this kind
+    of GPU here, at whose rates all that is planned for it is timed; it is no part of the plan's document.
     """
 
     id: str
@@ -51,6 +55,7 @@ class Gpu:
     compute_capability: str | None = None
     host_link_bytes_s: float = _PCIE_X16_BYTES_S[4]
     notes: tuple[str, ...] = ()
+    calibration: OwnCalibration | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form a plan carries: the preset's id, or all the numbers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from planner.comparison import plan_traits
@@ -19,7 +20,6 @@ from planner.model import ModelSpec
 from planner.offload import offload_notes
 from planner.plan import Plan
 from planner.serving.memory import serving_memory
-from planner.speed.own import OwnCalibration
 from planner.throughput import Throughput, training_throughput
 from planner.verdict import Verdict, judge
 from planner.workload import TrainingWorkload
@@ -56,6 +56,12 @@ class Prediction:
 
 def describe_model(spec: ModelSpec) -> dict[str, Any]:
     """Return every dimension of a model and the sizes that follow from it, JSON-ready."""
+    return {**_described(spec), "hf_config": dict(spec.hf_config), "flags": list(spec.flags)}
+
+
+@lru_cache(maxsize=64)
+def _described(spec: ModelSpec) -> dict[str, Any]:
+    """The numbers and names of a model's description; to be read only."""
     groups = dict.fromkeys(("embedding", "layer", "head"), 0)
     for parameter in parameter_shapes(spec):
         groups[parameter.group] += parameter.total_numel
@@ -74,8 +80,6 @@ def describe_model(spec: ModelSpec) -> dict[str, Any]:
         "embedding_parameters": groups["embedding"],
         "layer_parameters": groups["layer"],
         "head_parameters": groups["head"],
-        "hf_config": dict(spec.hf_config),
-        "flags": list(spec.flags),
     }
 
 
@@ -96,11 +100,10 @@ def _predict_training(
     plan: Plan,
     workload: TrainingWorkload,
     segment_share: float | None,
-    own: OwnCalibration | None,
 ) -> Prediction:
     step = step_memory(plan.model, workload, plan.parallelism, plan.hardware, segment_share)
     memory = step.to_dict()
-    speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware, own)
+    speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware)
     # No plan that splits the model was measured, so history says nothing of one.
     unknown = is_split(plan.parallelism)
     interval = None if unknown else _interval(plan, workload, memory["device_bytes"])
@@ -124,19 +127,16 @@ def _predict_training(
     )
 
 
-def predict(
-    plan: Plan, *, segment_share: float | None = None, own: OwnCalibration | None = None
-) -> Prediction:
+def predict(plan: Plan, *, segment_share: float | None = None) -> Prediction:
     """Return the prediction for a plan; raises PlanError where the hardware lacks a needed rate.
 
     A training plan's allocator is replayed (see `planner.bench` for the time), unless `segment_share` gives
-    its segments as a share of the allocated peak, for plans that vary one that was replayed. Its step is
-    timed at the rates of the calibration `own` where that is of the plan's GPU.
+    its segments as a share of the allocated peak, for plans that vary one that was replayed.
     A serving plan is judged against the share of memory that `utilization` allows.
     """
     workload = plan.workload
     if isinstance(workload, TrainingWorkload):
-        return _predict_training(plan, workload, segment_share, own)
+        return _predict_training(plan, workload, segment_share)
     replicas = plan.parallelism.world_size
     memory = serving_memory(plan.model, workload, plan.hardware.visible_bytes)
     speed = decode_throughput(plan.model, workload, plan.hardware, replicas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.errors import PlanError
@@ -153,7 +153,7 @@ def plan_reaching(plan: Plan, name: str, value: int) -> Plan:
         document["model"] = {**document["model"], "overrides": overrides}
     else:
         document["workload"] = {**document["workload"], name: value}
-    return parse_plan(document)
+    return replace(parse_plan(document), hardware=plan.hardware)
 
 
 def _predicted(

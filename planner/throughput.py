@@ -18,7 +18,6 @@ from planner.offload import host_step
 from planner.operations import Cost, Numbers, model_flops
 from planner.speed.calibrated import rates_of
 from planner.speed.gpu_time import Part
-from planner.speed.own import OwnCalibration
 from planner.speed.rates import Rates
 from planner.speed.step import PHASES, Step, micro_batch, training_step
 from planner.workload import Parallelism, Precision, TrainingWorkload, flat_dict
@@ -130,14 +129,13 @@ def training_throughput(
     workload: TrainingWorkload,
     parallelism: Parallelism,
     gpu: Gpu,
-    own: OwnCalibration | None = None,
 ) -> Throughput:
-    """Return the speed of one optimizer step, at the rates of the calibration `own` if it is of this GPU.
+    """Return the speed of one optimizer step.
 
     A pipeline goes at the pace of its slowest stage, whose operations these are.
     """
     peak, note = peak_flop_s(gpu, compute_dtype(workload.precision))
-    rates, gpus = rates_of(gpu, own), group_size(parallelism)
+    rates, gpus = rates_of(gpu), group_size(parallelism)
     step, extra = max(
         (
             _stage(part, workload, parallelism, gpu, rates)

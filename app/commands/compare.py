@@ -103,10 +103,10 @@ def read_plans(text: str) -> list[ComparedPlan]:
 
 def _answer(plan: Plan) -> dict[str, Any]:
     """Predict a plan as the page does: at the rates calibrated here, where there are any."""
-    from app.own_calibration import calibration_of
+    from app.own_calibration import timed_here
     from planner.predict import predict
 
-    return predict(plan, own=calibration_of(plan.hardware)).to_dict()
+    return predict(timed_here(plan)).to_dict()
 
 
 def _file(path: Path) -> Any:

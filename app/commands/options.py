@@ -146,8 +146,9 @@ def with_options(*groups: Mapping[str, Any]) -> Callable[[Callable[..., Any]], C
 def plan_from(chosen: Mapping[str, Any]) -> Plan:
     """Return the checked plan that the options describe; raises PlanError or InputError.
 
-    An option that was not given has the default of the Plan page.
+    Its GPU has the calibration that was made on this machine, if there is one. An option that was not given has the default of the Plan page.
     """
+    from app.own_calibration import timed_here
     from app.state import plan_mapping
     from planner.errors import PlanError
     from planner.plan import parse_plan
@@ -157,7 +158,7 @@ def plan_from(chosen: Mapping[str, Any]) -> Plan:
     values = {**DEFAULTS, **given, "job": "serve" if given.get("serve") else "train"}
     mapping = plan_mapping(values, model_part(values), hardware_part(given))
     try:
-        return parse_plan(mapping)
+        return timed_here(parse_plan(mapping))
     except PlanError as error:
         raise _told_by_option(error, given) from None
 

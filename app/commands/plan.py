@@ -43,11 +43,10 @@ _SERVING_WORDS = {
 @with_options(TARGET_OPTIONS, SIZE_OPTIONS, SERVE_OPTIONS)
 def plan_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     """Predict peak memory and speed of a training or serving plan."""
-    from app.own_calibration import calibration_of
     from planner.predict import predict
 
     plan = plan_from(chosen)
-    prediction = predict(plan, own=calibration_of(plan.hardware)).to_dict()
+    prediction = predict(plan).to_dict()
     if json:
         print_json(prediction)
         return

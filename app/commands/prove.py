@@ -105,13 +105,11 @@ def submit(
 
     `places` are `save_to` and `load_from` of the job spec.
     """
-    from app.own_calibration import calibrations_made_here
     from app.proof import job_spec
     from db.repository import create_run
     from planner.predict import predict
 
-    own = calibrations_made_here(database).get(plan.hardware.id)
-    prediction = predict(plan, own=own).to_dict()
+    prediction = predict(plan).to_dict()
     place = require_world(plan, prediction, world)
     return create_run(
         database,

@@ -11,6 +11,7 @@ from app.charts.style import size_text
 from app.components.figure import show_table
 from app.components.limit_view import show_reaches
 from app.lever_rows import lever_lines, levers_like, reaches_of
+from app.predictions import rates_words
 from app.state import DEFAULTS, DIMENSIONS, values_of_plan
 from planner.levers import Lever
 from planner.plan import Plan
@@ -55,7 +56,7 @@ def show_levers(plan: Plan, unit: str) -> None:
         st.caption(
             "Single changes of the system, which computes the same but for what stands in brackets: what "
             "each saves on every GPU and costs in time, by a prediction of its own that keeps the "
-            "sequences of a step and takes this plan's share of segments."
+            f"sequences of a step and takes this plan's share of segments. {rates_words(plan)}"
         )
         left, right = st.columns(2)
         with left:

@@ -16,9 +16,10 @@ from app.components.figure import metric_row, show_figure, show_table
 from app.components.header import unit
 from app.components.problems import told_in_one_sentence
 from app.components.sweep_form import sweep_form
+from app.predictions import plan_key, rates_words
 from app.sweep_job import Answer, SweepJob, front_of, others_of, priced
 from planner.choice import Aim, Best, choice_words
-from planner.plan import Plan, plan_hash
+from planner.plan import Plan
 from planner.sweep_axes import Axes, Limits, axes_of
 from planner.units import format_count
 
@@ -59,7 +60,7 @@ def show_sweep_page() -> None:
 
 def _job(plan: Plan, axes: Axes, limits: Limits) -> SweepJob:
     """Return this session's sweep of these choices, started if it is not that one."""
-    key = (plan_hash(plan), axes, limits)
+    key = (plan_key(plan), axes, limits)
     known = st.session_state.get(JOB_KEY)
     if known is not None and known[0] == key:
         return cast("SweepJob", known[1])
@@ -162,7 +163,7 @@ def _figure(
         caption="Predicted (hollow): tokens per second of all GPUs over device bytes per GPU. Lines "
         "join the Pareto front of each number of GPUs: nothing is faster with as little memory on as "
         "few GPUs, and so nothing costs less per token. Segments are the plan's own share; the "
-        f"star's were replayed.{sampled} Click a point to choose it.",
+        f"star's were replayed.{sampled} {rates_words(answer.swept.plan)} Click a point to choose it.",
         rows=front,
         selectable=True,
     )

@@ -15,7 +15,7 @@ from planner.calibration import Curve
 from planner.hardware import Gpu, gpu_presets
 from planner.interconnects import interconnect
 from planner.speed.host import HostTable
-from planner.speed.own import OwnCalibration, with_own
+from planner.speed.own import with_own
 from planner.speed.rates import AttentionPoints, Rates, rates_from_curves
 
 # The GPU whose curves come with the planner. Others are taken to reach as much of their sheets.
@@ -66,14 +66,15 @@ def _measured() -> Rates:
 
 
 @lru_cache(maxsize=64)
-def rates_of(gpu: Gpu, own: OwnCalibration | None = None) -> Rates:
+def rates_of(gpu: Gpu) -> Rates:
     """Return the rates of a GPU: measured here, else shipped, else by the ratio of the sheets.
 
-    `own` is a calibration of this kind of GPU; one of another kind says nothing of it.
+    The one place that decides at which rates anything is timed; `source` of the rates says which.
     """
-    if own is not None and own.gpu_id == gpu.id:
+    if gpu.calibration is not None:
+        plain = replace(gpu, calibration=None)
         shipped_curves = [Curve.from_dict(curve) for curve in shipped()["curves"]]
-        return with_own(rates_of(gpu), gpu, own, shipped_curves)
+        return with_own(rates_of(plain), plain, gpu.calibration, shipped_curves)
     if gpu.id == MEASURED_ID:
         return _measured()
     return _scaled(_measured(), measured_gpu(), gpu)

@@ -53,6 +53,13 @@ def own_calibrations(stored: Iterable[Mapping[str, Any]]) -> dict[str, OwnCalibr
     }
 
 
+def calibrated(gpu: Gpu, own: OwnCalibration | None) -> Gpu:
+    """Return a GPU with the calibration made here, as it was where that is of another kind."""
+    if own is None or own.gpu_id != gpu.id:
+        return gpu
+    return replace(gpu, calibration=own)
+
+
 def with_own(rates: Rates, gpu: Gpu, own: OwnCalibration, shipped: Iterable[Curve]) -> Rates:
     """Return `rates` of a GPU with what was measured here in the place of what was not.
 
