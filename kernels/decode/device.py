@@ -14,6 +14,19 @@ import triton.language as tl
 
 
 @triton.jit
+def split_bounds(length, split, capacity, seq_q, num_splits, window, WINDOWED: tl.constexpr,
+                 BLOCK_N: tl.constexpr):  # fmt: skip
+    """Return a row's length, the oldest key that a query of it sees, and a split's first key and end."""
+    # A length may have 64 bits: it is cut to the cache before it is narrowed.
+    length = tl.minimum(tl.load(length).to(tl.int64), capacity).to(tl.int32)
+    oldest = tl.maximum(length - seq_q + 1 - window, 0) if WINDOWED else 0
+    first_tile = oldest // BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(length, BLOCK_N) - first_tile, num_splits) * BLOCK_N
+    first_key = first_tile * BLOCK_N + split * per_split
+    return length, oldest, first_key, tl.minimum(first_key + per_split, length)
+
+
+@triton.jit
 def _queries(base, strides, rows, known, group, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the group's queries as (rows, BLOCK_D), zero where there is none."""
     columns = tl.arange(0, BLOCK_D)
@@ -48,7 +61,7 @@ def _pages_of(table, first, end, row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def _places_in(positions, PAGE: tl.constexpr):
+def places_in(positions, PAGE: tl.constexpr):
     """Where positions lie in their pages, int64."""
     if PAGE == 0:
         return positions.to(tl.int64)
@@ -56,14 +69,15 @@ def _places_in(positions, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(logits, largest, total):
+def softmax_step(logits, largest, total):
     """Fold a tile of logits in: return (weights, shrink of what was summed, largest, total)."""
-    higher = tl.maximum(largest, tl.max(logits, axis=1))
+    last: tl.constexpr = len(logits.shape) - 1
+    higher = tl.maximum(largest, tl.max(logits, axis=last))
     # While a row has seen nothing, -inf - -inf must not be taken.
     anchor = tl.where(higher == -float("inf"), 0.0, higher)
-    weights = tl.exp2(logits - anchor[:, None])
+    weights = tl.exp2(logits - tl.expand_dims(anchor, last))
     shrink = tl.exp2(largest - anchor)
-    return weights, shrink, higher, total * shrink + tl.sum(weights, axis=1)
+    return weights, shrink, higher, total * shrink + tl.sum(weights, axis=last)
 
 
 @triton.jit
@@ -94,13 +108,9 @@ def decode_kernel(
     """
     program, split = tl.program_id(0), tl.program_id(1)
     batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
-    # A length may have 64 bits: it is cut to the cache before it is narrowed.
-    length = tl.minimum(tl.load(lengths + batch).to(tl.int64), capacity).to(tl.int32)
-    oldest = tl.maximum(length - seq_q + 1 - window, 0) if WINDOWED else 0
-    first_tile = oldest // BLOCK_N
-    per_split = tl.cdiv(tl.cdiv(length, BLOCK_N) - first_tile, num_splits) * BLOCK_N
-    first_key = first_tile * BLOCK_N + split * per_split
-    end = tl.minimum(first_key + per_split, length)
+    length, oldest, first_key, end = split_bounds(
+        lengths + batch, split, capacity, seq_q, num_splits, window, WINDOWED, BLOCK_N
+    )
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_head = (columns < HEAD_DIM)[None, :]
     known = rows < seq_q * group
@@ -124,7 +134,7 @@ def decode_kernel(
     for first in range(first_key, end, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         inside = (positions < end) & (positions >= oldest) if WINDOWED else positions < end
-        places = _places_in(positions, PAGE)
+        places = places_in(positions, PAGE)
         wanted = inside[:, None] & in_head
         k_rows = pages * k_strides[0] + places * k_strides[2]
         v_rows = pages * v_strides[0] + places * v_strides[2]
@@ -145,19 +155,19 @@ def decode_kernel(
         if WINDOWED:
             seen = seen & (positions[None, :] >= limits[:, None] - window)
         logits = tl.where(seen, logits, -float("inf"))
-        weights, shrink, largest, total = _softmax_step(logits, largest, total)
+        weights, shrink, largest, total = softmax_step(logits, largest, total)
         sums = _add_values(sums * shrink[:, None], weights, values, scales, PER_TOKEN)
         # Carried over, so that a tile's loads do not wait for its page's number.
         pages = _pages_of(table, first + BLOCK_N, end, batch, PAGE, BLOCK_N)
     if SCALED and not PER_TOKEN:
         sums *= tl.load(v_scale + head * v_scale_strides[1])
     number = head * group + rows % group
-    _store(out, lse, out_strides, sums, largest, total, batch, number, (rows // group).to(tl.int64),
+    store_rows(out, lse, out_strides, sums, largest, total, batch, number, (rows // group).to(tl.int64),
            known, in_head, kv_heads * group, seq_q, tl.num_programs(0) * group * seq_q, IS_SPLIT, HEAD_DIM, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
-def _store(
+def store_rows(
     out, lse, out_strides, sums, largest, total, batch, head, token, known, in_head, heads, seq_q,
     num_rows, IS_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip

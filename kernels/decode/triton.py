@@ -14,19 +14,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from kernels.decode import device as kernels
+from kernels.decode.device_bytes import byte_kernel
 from kernels.decode.splits import (
+    BYTE_TILE,
     MAX_ROWS,
     MAX_SPLITS,
     Tile,
     choose_splits,
     choose_tile,
     packed_rows,
+    takes_words,
 )
 from kernels.launch import (
     INTERPRETED,
@@ -41,6 +45,7 @@ MAX_HEAD_DIM = 256
 QUANTISED = (torch.float8_e4m3fn, torch.int8)
 PLAIN = (torch.float16, torch.bfloat16, torch.float32)
 FP8_CAPABILITY = (8, 9)
+HAS_PTX = not INTERPRETED and torch.version.hip is None
 
 
 def decode_attention(
@@ -161,9 +166,14 @@ def _check_scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a call is cut; `capacity` is the most keys that a row can have."""
+    """How a call is cut; `capacity` is the most keys that a row can have.
+
+    `by_words`: a one-byte cache read two elements at a time, by `byte_kernel`.
+    """
 
     tile: Tile
+    rows: int
+    by_words: bool
     splits: int
     capacity: int
     page: int
@@ -176,15 +186,22 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _cut(q: Tensor, k: Tensor, block_table: Tensor | None, window: int, num_splits: int) -> _Cut:
+def _cut(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, window: int, num_splits: int
+) -> _Cut:
     page = 0 if block_table is None else k.shape[2]
     capacity = k.shape[2] if block_table is None else page * block_table.shape[1]
-    tile = choose_tile(q.shape[-1], k.element_size(), page or None)
+    rows = packed_rows(q.shape[2], q.shape[1] // k.shape[1])
+    layouts = [(t.storage_offset(), *t.stride()[:3]) for t in (k, v)]
+    by_words = k.dtype in QUANTISED and takes_words(q.shape[-1], rows, layouts)
+    tile = BYTE_TILE if by_words else choose_tile(q.shape[-1], k.element_size(), page or None)
     visible = min(capacity, window + q.shape[2] - 1) if window else capacity
     chosen = num_splits or choose_splits(
         q.shape[0], k.shape[1], visible, tile.keys, _multiprocessors(q.device)
     )
-    return _Cut(tile=tile, splits=chosen, capacity=capacity, page=page)
+    return _Cut(
+        tile=tile, rows=rows, by_words=by_words, splits=chosen, capacity=capacity, page=page
+    )
 
 
 def _check_fp8(k: Tensor) -> None:
@@ -223,7 +240,7 @@ def decode(
     """Return the output; the arguments are checked by `decode_attention`, window 0 is none, 0 splits are chosen."""
     check_runs_here("q", q)
     _check_fp8(k)
-    cut = _cut(q, k, block_table, window, num_splits)
+    cut = _cut(q, k, v, block_table, window, num_splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, lse = (out, lengths) if cut.splits == 1 else _new_parts(q, cut.splits)
     batch, heads, seq_q, head_dim = q.shape
@@ -231,10 +248,17 @@ def decode(
     block_d = max(16, triton.next_power_of_2(head_dim))
     table = lengths if block_table is None else block_table
     scales = (q if k_scale is None else k_scale, q if v_scale is None else v_scale)
+    is_fp8 = k.dtype == torch.float8_e4m3fn
+    options: dict[str, Any] = {"SCALED": k_scale is not None}
+    if cut.by_words:
+        k, v = k.view(torch.int16), v.view(torch.int16)
+        # Two columns of sums take a product of at least 16 columns each.
+        block_d = max(32, block_d)
+        options = {"FP8": is_fp8, "PACKED": HAS_PTX, "WARPS": cut.tile.warps}
     strides = (*(t.stride()[:3] for t in (q, k, v, out)), _strides(k_scale), _strides(v_scale))
     sizes = (kv_heads, heads // kv_heads, seq_q, cut.capacity, cut.splits, window)
     launch(
-        kernels.decode_kernel,
+        byte_kernel if cut.by_words else kernels.decode_kernel,
         (batch * kv_heads, cut.splits),
         q,
         (
@@ -243,15 +267,15 @@ def decode(
         ),
         WINDOWED=window > 0,
         PAGE=cut.page,
-        SCALED=k_scale is not None,
         PER_TOKEN=k_scale is not None and k_scale.dim() == 3,
         IS_SPLIT=cut.splits > 1,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
-        BLOCK_M=packed_rows(seq_q, heads // kv_heads),
+        BLOCK_M=cut.rows,
         BLOCK_N=cut.tile.keys,
         num_warps=cut.tile.warps,
         num_stages=cut.tile.stages,
+        **options,
     )
     if cut.splits > 1:
         launch(

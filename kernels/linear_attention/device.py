@@ -17,7 +17,14 @@ import triton.language as tl
 def _tile(base, first, seq, row_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
           CHUNK: tl.constexpr):  # fmt: skip
     """Load a chunk's rows in fp32, zero outside; also return which elements exist."""
-    rows, columns = first + tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
+    return _columns(base, first, seq, row_stride, 0, HEAD_DIM, BLOCK_D, CHUNK)
+
+
+@triton.jit
+def _columns(base, first, seq, row_stride, first_column, HEAD_DIM: tl.constexpr,
+             COLUMNS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """As `_tile`, of COLUMNS columns from `first_column` on."""
+    rows, columns = first + tl.arange(0, CHUNK), first_column + tl.arange(0, COLUMNS)
     inside = (rows < seq)[:, None] & (columns < HEAD_DIM)[None, :]
     places = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     return tl.load(base + places, mask=inside, other=0.0).to(tl.float32), inside
@@ -63,40 +70,43 @@ def _state_places(BLOCK_D: tl.constexpr):
 @triton.jit
 def state_kernel(
     a, b, out, inverses, states, norms, a_strides, b_strides, out_strides,
-    kv_heads, group, seq, chunks, BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    kv_heads, group, seq, chunks, BACKWARD: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store, for each chunk of one key-value head, the sums over the chunks before it.
+    """Store, for each chunk of one key-value head, ROWS rows of the sums over the chunks before it.
 
     Forward a, b are k, v (group 1) and the sums S, z. BACKWARD they are q, dOut, the group's heads
-    are summed, the order is from the end, and the sums R, r are over the chunks behind it.
+    are summed, the order is from the end, and the sums R, r are over the chunks behind it. Programs
+    walk in order, so heads alone would leave most of a chip idle: rows of a state share nothing.
     """
-    program = tl.program_id(0)
+    program, first_row = tl.program_id(0), tl.program_id(1) * ROWS
     batch, head = (program // kv_heads).to(tl.int64), (program % kv_heads).to(tl.int64)
-    state = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
-    norm = tl.zeros((BLOCK_D,), tl.float32)
-    for step in range(chunks):
-        number = chunks - 1 - step if BACKWARD else step
-        place = program.to(tl.int64) * chunks + number
-        tl.store(states + place * BLOCK_D * BLOCK_D + _state_places(BLOCK_D), state)
-        tl.store(norms + place * BLOCK_D + tl.arange(0, BLOCK_D), norm)
-        for member in range(group):
-            own = head * group + member
-            raw, inside = _tile(_head(a, a_strides, batch, own), number * CHUNK, seq, a_strides[2],
-                                HEAD_DIM, BLOCK_D, CHUNK)  # fmt: skip
-            features = _features(raw, inside)
-            if BACKWARD:
-                row = (batch * kv_heads * group + own) * seq
-                values, extra = _gradient_rows(
-                    _head(b, b_strides, batch, own), _head(out, out_strides, batch, own),
-                    inverses + row, number * CHUNK, seq, b_strides[2], out_strides[2],
-                    HEAD_DIM, BLOCK_D, CHUNK)  # fmt: skip
-                norm += tl.sum(features * extra[:, None], axis=0)
-            else:
-                values, _ = _tile(_head(b, b_strides, batch, own), number * CHUNK, seq,
-                                  b_strides[2], HEAD_DIM, BLOCK_D, CHUNK)  # fmt: skip
-                norm += tl.sum(features, axis=0)
-            state = tl.dot(tl.trans(features), values, state, input_precision=PRECISION)
+    lines, columns = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    state = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    norm = tl.zeros((ROWS,), tl.float32)
+    for step in tl.range(chunks * group, num_stages=STAGES):
+        number = chunks - 1 - step // group if BACKWARD else step // group
+        is_first = step % group == 0
+        place = (program.to(tl.int64) * chunks + number) * BLOCK_D
+        rows = (place + lines[:, None]) * BLOCK_D + columns[None, :]
+        tl.store(states + rows, state, mask=is_first)
+        tl.store(norms + place + lines, norm, mask=is_first)
+        own = head * group + step % group
+        raw, inside = _columns(_head(a, a_strides, batch, own), number * CHUNK, seq, a_strides[2],
+                               first_row, HEAD_DIM, ROWS, CHUNK)  # fmt: skip
+        features = _features(raw, inside)
+        if BACKWARD:
+            row = (batch * kv_heads * group + own) * seq
+            values, extra = _gradient_rows(
+                _head(b, b_strides, batch, own), _head(out, out_strides, batch, own),
+                inverses + row, number * CHUNK, seq, b_strides[2], out_strides[2],
+                HEAD_DIM, BLOCK_D, CHUNK)  # fmt: skip
+            norm += tl.sum(features * extra[:, None], axis=0)
+        else:
+            values, _ = _tile(_head(b, b_strides, batch, own), number * CHUNK, seq,
+                              b_strides[2], HEAD_DIM, BLOCK_D, CHUNK)  # fmt: skip
+            norm += tl.sum(features, axis=0)
+        state = tl.dot(tl.trans(features), values, state, input_precision=PRECISION)
 
 
 @triton.jit

@@ -20,6 +20,8 @@ from kernels.launch import check_dtype, check_like, check_runs_here, launch
 from kernels.linear_attention import device as kernels
 
 MAX_HEAD_DIM = 128
+# Rows of a state that one program sums up, and how deep it loads ahead.
+STATE_ROWS, STATE_STAGES = 16, 3
 
 
 def causal_linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,8 +90,9 @@ def _states(a: Tensor, b: Tensor, out: Tensor, inverses: Tensor, kv_heads: int, 
     norms = torch.empty(shape, dtype=torch.float32, device=a.device)
     arguments = (a, b, out, inverses, states, norms, *_strides(a, b, out))
     sizes = (kv_heads, heads // kv_heads, seq, chunks)
-    grid = (batch * kv_heads,)
-    launch(kernels.state_kernel, grid, a, (*arguments, *sizes), BACKWARD=backward, **options)
+    grid = (batch * kv_heads, block // STATE_ROWS)
+    own = {"BACKWARD": backward, "ROWS": STATE_ROWS, "STAGES": STATE_STAGES}
+    launch(kernels.state_kernel, grid, a, (*arguments, *sizes), **options, **own)
     return states, norms
 
 

@@ -58,3 +58,19 @@ def backward_kernel(
         result = (scaled - normed * mean) * inverse
         tl.store(grad_x + row * width + columns, result.to(grad_x.dtype.element_ty), mask=inside)
     tl.store(partials + first.to(tl.int64) * width + columns, total, mask=inside)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    partials, out, num_partials, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """COLUMNS of dW: the sum of the partial rows, in a fixed order, rounded once."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, num_partials, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < num_partials)[:, None] & (columns < width)[None, :]
+        places = rows.to(tl.int64)[:, None] * width + columns[None, :]
+        total += tl.load(partials + places, mask=inside, other=0.0)
+    result = tl.sum(total, axis=0)
+    tl.store(out + columns, result.to(out.dtype.element_ty), mask=columns < width)

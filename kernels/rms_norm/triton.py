@@ -1,7 +1,8 @@
-"""RMS norm over the last dimension, fused: one kernel forward, one backward.
+"""RMS norm over the last dimension, fused: one kernel forward, two backward.
 
-Kept for the backward: x, weight and 4 bytes per row. The backward allocates dX and, for dW, one fp32
-row per program (a few per multiprocessor), summed in a fixed order: results repeat to the bit.
+Kept for the backward: x, weight and 4 bytes per row. The backward allocates dX, dW and, for dW, one fp32
+row per program (a few per multiprocessor), which the second kernel sums in a fixed order: results
+repeat to the bit.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from kernels.launch import INTERPRETED, check_dtype, check_like, check_runs_here
 from kernels.rms_norm import device as kernels
 
 MAX_WIDTH = 65536
-PROGRAMS_PER_MULTIPROCESSOR = 4
-STAGES = 2
+# As many as its registers leave room for: more would wait, with a partial row each.
+PROGRAMS_PER_MULTIPROCESSOR = 2
+# Rows that a program of the backward loads ahead, and one.
+STAGES = 3
+# The tile of partial rows that a program of the second kernel adds up at once.
+SUMMED_ROWS, SUMMED_COLUMNS = 64, 32
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -98,7 +103,17 @@ def rms_norm_backward(
     sizes = (grad.stride(0), x.stride(0), rows, width)
     options = row_options(width)
     launch(kernels.backward_kernel, (programs,), x, (*arguments, *sizes), STAGES=STAGES, **options)
-    return grad_x, partials.sum(0).to(weight.dtype)
+    grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    launch(
+        kernels.weight_gradient_kernel,
+        (triton.cdiv(width, SUMMED_COLUMNS),),
+        x,
+        (partials, grad_weight, programs, width),
+        ROWS=SUMMED_ROWS,
+        COLUMNS=SUMMED_COLUMNS,
+        num_warps=4,
+    )
+    return grad_x, grad_weight
 
 
 @rms_norm_backward.register_fake

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.decode.splits import choose_splits, choose_tile, packed_rows
+from kernels.decode.splits import (
+    BYTE_TILE,
+    choose_splits,
+    choose_tile,
+    packed_rows,
+    takes_words,
+)
 
 MULTIPROCESSORS = 132
 
@@ -48,3 +54,20 @@ def test_a_page_holds_whole_tiles_where_it_can(
     head_dim: int, element_bytes: int, page: int | None, keys: int
 ) -> None:
     assert choose_tile(head_dim, element_bytes, page).keys == keys
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "layouts", "taken"),
+    [(128, 16, [(0, 1024, 128, 64)], True), (64, 16, [(0, 64), (2, 64)], True),
+     # An odd head size, an odd start and an odd stride split a pair; the others do not fit registers.
+     (33, 16, [(0, 66)], False), (64, 16, [(1, 64)], False), (64, 16, [(0, 64), (0, 65)], False),
+     (256, 16, [(0, 256)], False), (128, 32, [(0, 128)], False)],
+)  # fmt: skip
+def test_a_one_byte_cache_is_read_by_words_where_pairs_and_rows_fit(
+    head_dim: int, rows: int, layouts: list[tuple[int, ...]], taken: bool
+) -> None:
+    assert takes_words(head_dim, rows, layouts) is taken
+
+
+def test_each_warp_of_the_one_byte_kernel_has_keys_enough_for_a_product() -> None:
+    assert BYTE_TILE.keys // BYTE_TILE.warps >= 16

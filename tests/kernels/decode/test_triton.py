@@ -150,6 +150,39 @@ def test_one_byte_caches_with_scales(
     assert_accurate([q, k, v, lengths], 2, **options)
 
 
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+@pytest.mark.parametrize(
+    ("heads", "seq_q", "head_dim", "splits", "window"),
+    # Two columns to a word and padded ones; then what only the kernel for other elements takes:
+    # odd heads, more than 16 rows.
+    [((4, 1), 2, 40, 2, 70), ((2, 2), 1, 64, 1, None), ((2, 1), 1, 33, 2, 70), ((8, 1), 3, 16, 2, 9)],
+)  # fmt: skip
+def test_one_byte_caches_of_other_heads_and_windows(
+    heads: tuple[int, int], seq_q: int, head_dim: int, splits: int, window: int | None,
+    dtype: torch.dtype, device: str, assert_accurate: Callable[..., None],
+) -> None:  # fmt: skip
+    q, k, v, lengths = make_inputs(2, heads, seq_q, 200, head_dim, FP16, device)
+    k, v = ((t.float() * 40).to(dtype) for t in (k, v))
+    k[1, :, lengths[1] :], v[1, :, lengths[1] :] = k[0, :, :1], v[0, :, :1]
+    scales = {n: torch.rand(heads[1], device=device) / 40 for n in ("k_scale", "v_scale")}
+    assert_accurate([q, k, v, lengths], splits, window=window, **scales)
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_every_byte_is_the_number_it_stands_for(dtype: torch.dtype, device: str) -> None:
+    """One key in each of four rows of 128 values, which are all bytes, in even and in odd columns."""
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    every = every[~every.float().isnan()].view(torch.uint8)
+    # The second time one column further: each byte stands in an even and in an odd column.
+    turns = torch.cat((torch.arange(256), torch.arange(1, 257))) % len(every)
+    v = every[turns].view(dtype).view(4, 1, 1, 128).to(device)
+    q = torch.zeros(4, 1, 1, 128, dtype=FP16, device=device)
+    one = torch.ones(1, device=device)
+    lengths = torch.ones(4, dtype=torch.int32, device=device)
+    out = decode_attention(q, v, v, lengths, k_scale=one, v_scale=one)
+    assert torch.equal(out, v.to(FP16))
+
+
 def test_huge_queries_do_not_overflow_beside_a_one_byte_cache(device: str) -> None:
     """q near fp16's largest: its products with keys of 400 are far beyond it."""
     q, k, v, lengths = make_inputs(1, (2, 1), 1, 50, 16, FP16, device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.linear_attention import device
-from kernels.linear_attention.triton import chunk_options
+from kernels.linear_attention.triton import STATE_ROWS, STATE_STAGES, chunk_options
 
 A100_SHARED_BYTES = 163 * 1024
 # What ptxas spills today.
@@ -21,7 +21,9 @@ KERNELS = ("state_kernel", "output_kernel", "query_gradient_kernel", "key_gradie
 def request_of(kernel: str, arch: int, head_dim: int) -> dict[str, Any]:
     options = chunk_options(head_dim, torch.bfloat16)
     constants = {name: value for name, value in options.items() if name.isupper()}
-    constants |= {"state_kernel": {"BACKWARD": True}}.get(kernel, {})
+    constants |= {
+        "state_kernel": {"BACKWARD": True, "ROWS": STATE_ROWS, "STAGES": STATE_STAGES}
+    }.get(kernel, {})
     constants |= {"key_gradient_kernel": {"FOR_VALUES": False}}.get(kernel, {})
     types: dict[str, Any] = {}
     for name in getattr(device, kernel).arg_names:
