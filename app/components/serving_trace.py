@@ -18,6 +18,7 @@ from planner.serving_levers import ServingPoint
 from planner.simulation.server import Server
 from planner.simulation.tally import REQUEST_COLUMNS, SAMPLE_COLUMNS, Simulation
 from planner.simulation.words import simulated_headline, simulated_rest
+from planner.workload import KvDtype
 
 MOST_BARS = 64
 QUANTITIES: Mapping[str, str] = {
@@ -141,7 +142,13 @@ def command_line(point: ServingPoint, choice: TraceChoice, server: Server) -> st
     return (
         f"peakmark serve --simulate --model {preset} --gpu {point.gpu.id} {trace} --rows {server.rows} "
         f"--pages {server.pages} --page-size {server.page_size} --chunk-tokens {server.chunk_tokens}"
+        + _cache_dtype(point)
     )
+
+
+def _cache_dtype(point: ServingPoint) -> str:
+    is_one_byte = point.kv_dtype in (KvDtype.FP8, KvDtype.INT8)
+    return f" --cache-dtype {point.kv_dtype}" if is_one_byte else ""
 
 
 def _pair(values: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from app.components.figure import metric_row, show_figure, show_table
 from app.components.header import current_values, unit
 from app.components.problems import told_in_one_sentence
 from app.components.serving_form import choose_point, choose_trace, link_of
+from app.components.serving_run import show_serving_run
 from app.components.serving_trace import show_compared, show_trace
 from app.serving_rows import MEASURES, TraceChoice
 from planner.plan import Plan
@@ -78,6 +79,7 @@ def _served(plan: Plan, point: ServingPoint) -> None:
     keep_plan_in_url(link_of(plan, point, choice))
     with told_in_one_sentence():
         show_trace(point, choice)
+    show_serving_run(plan, point, choice)
     show_compared()
 
 

@@ -47,6 +47,7 @@ def test_a_training_plan_s_model_is_served_and_its_own_runs_stand_beside(opened:
     assert "**Continuous batching:** 12 done in" in said
     assert "**Static batching:** 12 done in" in said
     assert "stored serving runs, each simulated today with its own trace" in said
+    assert {"serving_prove_decode", "serving_prove_serve"} <= {button.key for button in app.button}
     levers = next(frame.value for frame in app.dataframe if "lever" in frame.value)
     assert next(iter(levers["kind"])) == "" and set(levers["kind"]) == {"", "system", "model"}
     command = next(code.value for code in app.code)
