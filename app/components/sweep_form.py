@@ -8,6 +8,7 @@ from typing import Any
 import streamlit as st
 
 from app.engine_stages import STAGES
+from app.sweep_link import SweepLink
 from planner.memory.parallel import group_size
 from planner.plan import Plan
 from planner.sweep_axes import MAX_MARGIN, Limits
@@ -30,15 +31,22 @@ SPLIT_LABELS: Mapping[str, str] = {
 EMPTY = "The plan's"
 
 
-def sweep_form(plan: Plan) -> tuple[dict[str, Sequence[Any]], Limits, float | None]:
-    """Draw the form; return values by axis (what is not open is left out), limits and price."""
+def sweep_form(
+    plan: Plan, link: SweepLink
+) -> tuple[dict[str, Sequence[Any]], Limits, float | None]:
+    """Draw the form; return values by axis (what is not open is left out), limits and price.
+
+    It begins with what `link` says and notes there what is chosen.
+    """
     with st.expander("What is left open", expanded=True, icon=":material/tune:"):
-        given = {**_choices(plan), **_sizes(plan), **_splits()}
-        limits, price = _limits()
+        given = {**_choices(plan, link), **_sizes(plan, link), **_splits(link)}
+        limits, price = _limits(link)
+    for sentence in link.refused:
+        st.warning(sentence, icon=":material/link_off:")
     return {name: values for name, values in given.items() if values}, limits, price
 
 
-def _choices(plan: Plan) -> dict[str, Sequence[Any]]:
+def _choices(plan: Plan, link: SweepLink) -> dict[str, Sequence[Any]]:
     workload = plan.workload
     assert isinstance(workload, TrainingWorkload)
     found: dict[str, Sequence[Any]] = {}
@@ -52,12 +60,17 @@ def _choices(plan: Plan) -> dict[str, Sequence[Any]]:
     for column, (name, label, options, chosen) in zip(columns, pills, strict=True):
         with column:
             found[name] = st.pills(
-                label, options, default=chosen, selection_mode="multi", key=f"sweep_{name}"
+                label,
+                options,
+                default=link.values(name, chosen),
+                selection_mode="multi",
+                key=f"sweep_{name}",
             )
+        link.keep(name, found[name], chosen)
     return found
 
 
-def _sizes(plan: Plan) -> dict[str, Sequence[int]]:
+def _sizes(plan: Plan, link: SweepLink) -> dict[str, Sequence[int]]:
     workload = plan.workload
     assert isinstance(workload, TrainingWorkload)
     gpus = plan.parallelism.world_size * group_size(plan.parallelism)
@@ -71,18 +84,22 @@ def _sizes(plan: Plan) -> dict[str, Sequence[int]]:
     for column, (name, label, options, own, chosen) in zip(
         st.columns([4, 3, 2, 2]), rows, strict=True
     ):
+        begun = sorted({*chosen, own}) if chosen else []
+        asked = link.values(name, begun)
         with column:
             found[name] = st.multiselect(
                 label,
-                sorted({*options, own}),
-                default=sorted({*chosen, own}) if chosen else [],
+                sorted({*options, own, *asked}),
+                default=asked,
+                format_func=lambda value: f"{value:,}",
                 key=f"sweep_{name}_{own}",
                 placeholder=EMPTY,
             )
+        link.keep(name, found[name], begun)
     return found
 
 
-def _splits() -> dict[str, Sequence[int]]:
+def _splits(link: SweepLink) -> dict[str, Sequence[int]]:
     found: dict[str, Sequence[int]] = {}
     with st.popover("Splits of the model", icon=":material/call_split:", type="tertiary"):
         st.caption(
@@ -90,17 +107,27 @@ def _splits() -> dict[str, Sequence[int]]:
             "long to predict."
         )
         for name, label in SPLIT_LABELS.items():
-            found[name] = st.pills(label, DEGREES, selection_mode="multi", key=f"sweep_{name}")
+            asked = link.values(name, ())
+            found[name] = st.pills(
+                label,
+                sorted({*DEGREES, *asked}),
+                default=asked,
+                selection_mode="multi",
+                key=f"sweep_{name}",
+            )
+            link.keep(name, found[name], ())
     return found
 
 
-def _limits() -> tuple[Limits, float | None]:
+def _limits(link: SweepLink) -> tuple[Limits, float | None]:
     columns = st.columns(4)
+    most_batch, most_gpus = link.number("global_batch", 1, 1e9), link.number("max_gpus", 1, 1e6)
+    margin, cost = link.number("margin", 0, 100 * MAX_MARGIN), link.number("gpu_hour_cost", 0, 1e6)
     with columns[0]:
         batch = st.number_input(
             "Global batch",
             min_value=1,
-            value=None,
+            value=None if most_batch is None else int(most_batch),
             step=1,
             key="sweep_global_batch",
             placeholder="Any",
@@ -111,7 +138,7 @@ def _limits() -> tuple[Limits, float | None]:
             "Memory left free, %",
             min_value=0,
             max_value=round(100 * MAX_MARGIN),
-            value=0,
+            value=round(margin or 0),
             step=1,
             key="sweep_margin",
             help="Of each GPU, beyond what the verdict 'fits' asks for.",
@@ -120,7 +147,7 @@ def _limits() -> tuple[Limits, float | None]:
         most = st.number_input(
             "At most so many GPUs",
             min_value=1,
-            value=None,
+            value=None if most_gpus is None else int(most_gpus),
             step=1,
             key="sweep_max_gpus",
             placeholder="Any",
@@ -129,9 +156,16 @@ def _limits() -> tuple[Limits, float | None]:
         price = st.number_input(
             "Your price of a GPU-hour",
             min_value=0.0,
-            value=None,
+            value=cost,
             key="sweep_price",
             placeholder="Unknown",
             help="In your currency. With it, every plan has its cost per million tokens.",
         )
+    for name, value, begun in (
+        ("global_batch", batch, None),
+        ("margin", percent, 0),
+        ("max_gpus", most, None),
+        ("gpu_hour_cost", price, None),
+    ):
+        link.keep(name, value, begun)
     return Limits(global_batch=batch, margin=percent / 100, max_gpus=most), price

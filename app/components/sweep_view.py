@@ -18,6 +18,7 @@ from app.components.problems import told_in_one_sentence
 from app.components.sweep_form import sweep_form
 from app.predictions import plan_key, rates_words
 from app.sweep_job import Answer, SweepJob, front_of, others_of, priced
+from app.sweep_link import SweepLink
 from planner.choice import Aim, Best, choice_words
 from planner.plan import Plan
 from planner.sweep_axes import Axes, Limits, axes_of
@@ -42,10 +43,14 @@ def show_sweep_page() -> None:
             st.page_link("app_pages/plan.py", label="To the plan", icon=":material/straighten:")
             return
         plan = services.check_plan(document)
-        keep_plan_in_url()
-        # Refuses a plan that serves before it is asked what to vary.
-        axes_of(plan, {}, Limits())
-        given, limits, price = sweep_form(plan)
+        link = SweepLink(plan, st.query_params.to_dict())
+        try:
+            # Refuses a plan that serves before it is asked what to vary.
+            axes_of(plan, {}, Limits())
+            given, limits, price = sweep_form(plan, link)
+            aim = _aim(link)
+        finally:
+            keep_plan_in_url(link.own)
         axes = axes_of(plan, given, limits)
         job = _job(plan, axes, limits)
         answer = job.answer(WAIT_S)
@@ -55,7 +60,21 @@ def show_sweep_page() -> None:
             else:
                 _progress()
             return
-        _answer(answer, price)
+        _answer(answer, price, aim)
+
+
+def _aim(link: SweepLink) -> Aim:
+    """Draw the choice of what is best."""
+    chosen = st.segmented_control(
+        "Best is",
+        list(AIM_LABELS),
+        default=Aim(link.choice("best", list(AIM_LABELS), Aim.FASTEST)),
+        required=True,
+        format_func=lambda value: AIM_LABELS[value],
+        key="sweep_aim",
+    )
+    link.keep("best", str(chosen), str(Aim.FASTEST))
+    return Aim(chosen)
 
 
 def _job(plan: Plan, axes: Axes, limits: Limits) -> SweepJob:
@@ -90,20 +109,10 @@ def _cancelled(job: SweepJob) -> None:
     st.button("Sweep again", on_click=lambda: st.session_state.pop(JOB_KEY, None))
 
 
-def _answer(answer: Answer, price: float | None) -> None:
+def _answer(answer: Answer, price: float | None, aim: Aim) -> None:
     swept, chosen = answer.swept, unit()
     counts = swept.counts()
     with st.container(border=True, key="sweep_best"):
-        aim = Aim(
-            st.segmented_control(
-                "Best is",
-                list(AIM_LABELS),
-                default=Aim.FASTEST,
-                required=True,
-                format_func=lambda value: AIM_LABELS[value],
-                key="sweep_aim",
-            )
-        )
         best = answer.best[aim]
         _best(best, chosen)
         _metrics(counts, answer)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from app import lever_rows
 from app.charts.sweep import sweep_figure
 from app.components import sweep_view
 from app.components.levers_view import changed_values
 from app.components.problems import OUR_FAULT
 from app.state import values_of_plan
 from app.sweep_job import SweepJob, front_of, others_of
+from app.sweep_link import SweepLink
 from planner.changes import Kind
 from planner.choice import Aim, best_of, front_rows
 from planner.levers import levers_of, of_kind, saving
@@ -23,6 +26,7 @@ from planner.sweep_axes import Limits, axes_of
 from planner.units import GIB_BYTES as GIB
 
 Opened = Callable[..., AppTest]
+ROOT = Path(__file__).resolve().parents[2]
 GIVEN = {
     "zero_stage": (1, 3),
     "gpus": (2, 4),
@@ -47,16 +51,24 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_view, "WAIT_S", 120.0)
 
 
-def page(opened: Opened, **query: str) -> AppTest:
-    app = opened(**query)
-    app.switch_page("app_pages/sweep.py").run()
-    assert not app.exception
-    assert not any(error.value == OUR_FAULT for error in app.error)
-    return app
+@pytest.fixture
+def page(database_url: str) -> Opened:
+    """Open the Sweep page as a link to it does, without the Plan page before it."""
+
+    def opened(**query: str) -> AppTest:
+        app = AppTest.from_file(str(ROOT / "app" / "streamlit_app.py"), default_timeout=300)
+        for key, value in query.items():
+            app.query_params[key] = value
+        app.switch_page("app_pages/sweep.py").run()
+        assert not app.exception
+        assert not any(error.value == OUR_FAULT for error in app.error)
+        return app
+
+    return opened
 
 
-def test_the_page_says_what_the_planner_says(opened: Opened) -> None:
-    app = page(opened, model="openai-community/gpt2", seq="512")
+def test_the_page_says_what_the_planner_says(page: Opened) -> None:
+    app = page(model="openai-community/gpt2", seq="512")
     plan, limits = plan_of(), Limits()
     given = {
         "engine": ("peakmark", "fsdp2", "ddp", "zero_redundancy", "deepspeed"),
@@ -79,10 +91,52 @@ def test_the_page_says_what_the_planner_says(opened: Opened) -> None:
     app.segmented_control(key="sweep_aim").set_value(Aim.CHEAPEST).run()
     cheapest = best_of(swept, Aim.CHEAPEST)
     assert cheapest is not None and cheapest.sentence() in texts(app)
+    assert {k: v for k, v in app.query_params.items() if k.startswith("sweep")} == {
+        "sweep_best": "cheapest"
+    }
 
 
-def test_a_serving_plan_is_told_in_one_sentence(opened: Opened) -> None:
-    app = page(opened, job="serve")
+LINK = {
+    "sweep_engine": "fsdp2,peakmark",
+    "sweep_zero": "3",
+    "sweep_gpus": "3,8",
+    "sweep_micro_batch": "2",
+    "sweep_checkpointing": "plan",
+    "sweep_tensor_parallel": "1,2",
+    "sweep_margin": "10",
+    "sweep_max_gpus": "16",
+    "sweep_gpu_hour_cost": "2.5",
+    "sweep_best": "cheapest",
+}
+
+
+def test_a_link_opens_the_sweep_that_it_was_copied_from(page: Opened) -> None:
+    app = page(model="openai-community/gpt2", seq="512", **LINK)
+    # 2 engines x 2 numbers of GPUs x 2 splits; three GPUs are no multiple of a split over two.
+    assert {m.label: m.value for m in app.metric}["Combinations"] == "8"
+    assert "Numbers of GPUs that are no multiple of 2" in str(
+        next(frame.value for frame in app.dataframe if "why" in frame.value)
+    )
+    assert {k: v for k, v in app.query_params.items() if k.startswith("sweep")} == LINK
+
+
+def test_what_a_link_says_wrongly_is_told_and_left_out() -> None:
+    query = {"sweep_zero": "7", "sweep_engine": "x", "sweep_gpus": "a,1", "sweep_margin": "99"}
+    link = SweepLink(plan_of(), {**query, "sweep_seq": "128,128"})
+    assert link.values("zero_stage", (0, 1)) == [0, 1]
+    assert link.values("engine", ("ddp",)) == ["ddp"]
+    assert link.values("gpus", (8,)) == [8]
+    assert link.number("margin", 0, 95) is None
+    assert link.values("sequence_length", ()) == [128]
+    assert [sentence.split("`")[1] for sentence in link.refused] == list(query)
+    link.keep("gpus", [8, 1], (1, 8))
+    link.keep("micro_batch", [], (1, 2))
+    link.keep("margin", 5, 0)
+    assert link.own == {"sweep_micro_batch": "plan", "sweep_margin": "5"}
+
+
+def test_a_serving_plan_is_told_in_one_sentence(page: Opened) -> None:
+    app = page(job="serve")
     assert [error.value for error in app.error] == [
         "job is 'serve': it must be train, as a sweep varies a training plan."
     ]
@@ -126,7 +180,11 @@ def test_the_figure_draws_the_front_and_the_best_apart() -> None:
         assert row["cost_per_million_tokens"] == pytest.approx(1e6 * per_token)
 
 
-def test_levers_of_the_plan_page_are_one_click(opened: Opened) -> None:
+def test_levers_of_the_plan_page_are_one_click(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The largest model is found by compiling deep ones, which tests/planner/test_reach.py does.
+    monkeypatch.setattr(lever_rows, "REACHES", ("micro_batch",))
     app = opened(model="openai-community/gpt2", seq="512", micro_batch="8")
     assert not app.exception
     shown = texts(app)
