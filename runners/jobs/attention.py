@@ -270,6 +270,9 @@ def _repeat(
     """Return the time of each repetition of `work` on what `prepare` gave it, with a cold L2 cache."""
     clock = Clock(device)
     is_cuda = device.type == "cuda"
+    if is_cuda:
+        # What is flushed must not take a bite of a cached block that scores would need whole.
+        torch.cuda.empty_cache()
     flushed = torch.empty(_FLUSH_BYTES if is_cuda else 1, dtype=torch.int8, device=device)
 
     def once() -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,3 +209,28 @@ def test_the_inputs_are_what_the_spec_says() -> None:
     assert isinstance(drawn, Inputs)
     assert [tuple(x.shape) for x in drawn.leaves] == [(2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8)]
     assert drawn.query.dtype is torch.bfloat16 and not drawn.upstream.requires_grad
+
+
+def test_what_is_flushed_gets_memory_of_its_own_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cached blocks are given back first: else it would be cut from one that scores fill whole."""
+    order: list[str] = []
+    device = SimpleNamespace(type="cuda")
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("give back"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    clock = SimpleNamespace(now=lambda: 0.0, seconds=lambda start, end: 1.0)
+    monkeypatch.setattr(attention, "Clock", lambda device: clock)
+
+    def allocate(size: int, dtype: torch.dtype, device: object) -> torch.Tensor:
+        order.append("flushed")
+        return empty(1, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    times_s = attention._repeat(
+        lambda _: order.append("work"), device, prepare=lambda: order.append("prepare")
+    )
+    assert order[:4] == ["give back", "flushed", "prepare", "work"]
+    assert order.count("give back") == order.count("flushed") == 1
+    assert len(times_s) == 10
