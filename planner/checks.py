@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -43,8 +44,9 @@ def check_text(field: str, value: object, max_characters: int = 200) -> str:
 
 def check_choice(field: str, value: object, choices: type[Choice]) -> Choice:
     """Return the member of `choices` that `value` names."""
-    if isinstance(value, str) and value in set(choices):
-        return choices(value)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return choices(value)
     raise PlanError(field, value, "one of " + ", ".join(choices))
 
 

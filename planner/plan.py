@@ -26,6 +26,7 @@ from planner.obstacles import check_length, check_parallelism, check_training
 from planner.presets import resolve_model, resolve_preset
 from planner.splits import check_whole
 from planner.workload import (
+    DEFAULTS,
     Attention,
     BaseDtype,
     Checkpointing,
@@ -40,7 +41,6 @@ from planner.workload import (
     ServingWorkload,
     TrainingWorkload,
     WeightsDtype,
-    flat_dict,
     written_dict,
 )
 
@@ -112,7 +112,7 @@ def parse_model(value: object) -> tuple[ModelSpec, dict[str, Any]]:
 
 
 def _parse_training(values: Mapping[str, Any]) -> TrainingWorkload:
-    default = flat_dict(TrainingWorkload())
+    default = DEFAULTS[TrainingWorkload]
     merged = {**default, **check_mapping("workload", values, frozenset(default))}
     return TrainingWorkload(
         sequence_length=check_integer(
@@ -154,7 +154,7 @@ def _parse_training(values: Mapping[str, Any]) -> TrainingWorkload:
 
 
 def _parse_serving(values: Mapping[str, Any]) -> ServingWorkload:
-    default = flat_dict(ServingWorkload())
+    default = DEFAULTS[ServingWorkload]
     merged = {**default, **check_mapping("workload", values, frozenset(default))}
     return ServingWorkload(
         context_length=check_integer(
@@ -168,7 +168,7 @@ def _parse_serving(values: Mapping[str, Any]) -> ServingWorkload:
 
 
 def _parse_parallelism(values: Mapping[str, Any]) -> Parallelism:
-    default = flat_dict(Parallelism())
+    default = DEFAULTS[Parallelism]
     merged = {**default, **check_mapping("parallelism", values, frozenset(default))}
 
     def size(name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from planner.error_history import Interval
 from planner.units import format_bytes
+from planner.workload import flat_dict
 
 # Where no measurement says how far a prediction may be off: fragmentation alone reaches 9 % of
 # allocated bytes in published measurements (SimuMax 1.2, reserved / allocated 1.03-1.09).
@@ -49,7 +50,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {**asdict(self), "state": str(self.state)}
+        return flat_dict(self)
 
 
 def verdict_sentence(

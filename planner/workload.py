@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 
@@ -147,6 +149,15 @@ class TrainingWorkload:
     reduce_dtype: ReduceDtype = ReduceDtype.AUTO
     max_grad_norm: float = 0.0
 
+    def of_any_size(self) -> TrainingWorkload:
+        """The same with one row of one token: what depends on neither is known by it."""
+        return _of_any_size(self)
+
+
+@lru_cache(maxsize=1024)
+def _of_any_size(workload: TrainingWorkload) -> TrainingWorkload:
+    return replace(workload, micro_batch=1, sequence_length=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingWorkload:
@@ -185,8 +196,17 @@ def flat_dict(values: Any) -> dict[str, Any]:
 
     `dataclasses.asdict` copies every value, which would take a third of a prediction's time.
     """
-    pairs = ((name, getattr(values, name)) for name in values.__dataclass_fields__)
-    return {name: str(value) if isinstance(value, StrEnum) else value for name, value in pairs}
+    found = {name: getattr(values, name) for name in values.__dataclass_fields__}
+    for name, value in found.items():
+        if isinstance(value, StrEnum):
+            found[name] = value.value
+    return found
+
+
+# `flat_dict` of each part of a plan as it is without a word from a person; to be read only.
+DEFAULTS: Mapping[type[Any], Mapping[str, Any]] = {
+    kind: flat_dict(kind()) for kind in (TrainingWorkload, ServingWorkload, Parallelism)
+}
 
 
 def written_dict(values: TrainingWorkload | ServingWorkload | Parallelism) -> dict[str, Any]:
@@ -194,7 +214,7 @@ def written_dict(values: TrainingWorkload | ServingWorkload | Parallelism) -> di
 
     A plan that does not use them keeps the JSON, and so the hash, it always had.
     """
-    default = flat_dict(type(values)())
+    default = DEFAULTS[type(values)]
     return {
         name: value
         for name, value in flat_dict(values).items()

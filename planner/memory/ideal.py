@@ -29,7 +29,7 @@ from planner.memory.states import (
     tied_shares,
 )
 from planner.memory.templates import load_moments, traced
-from planner.memory.timeline import Timeline
+from planner.memory.timeline import Held, Timeline
 from planner.model import ModelSpec
 from planner.workload import Engine, Parallelism, TrainingWorkload
 
@@ -170,12 +170,7 @@ def ideal_bytes(
         return None
     template = traced(spec, workload, workload.sequence_length)
     states = IdealStates(spec, workload, parallelism.zero_stage, parallelism.world_size)
-    timeline = Timeline(
-        spec,
-        load_moments(template, states.gradients),
-        states,
-        workload.micro_batch,
-        workload.sequence_length,
-        lora_rank=workload.lora_rank,
-    )
+    held = Held(spec, load_moments(template, states.gradients), states)
+    sizes = workload.micro_batch, workload.sequence_length, workload.lora_rank
+    timeline = Timeline(spec, held, *sizes)
     return round(float(timeline.peak_bytes())) + workspace_bytes(hardware)

@@ -101,14 +101,22 @@ def entries(
     the running layer) is one row that says so.
     """
     rows = [
-        *_state_entries(spec, workload, parallelism, states),
+        *_state_entries(spec, workload.of_any_size(), parallelism, states),
         *_saved_entries(spec, workload, peak.place, template),
         *others,
     ]
     return (*rows, *_rest(rows, peak))
 
 
+@lru_cache(maxsize=256)
 def _state_entries(
+    spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
+) -> tuple[Entry, ...]:
+    """What an engine keeps; engines' states are known by themselves, for they do not change."""
+    return tuple(_state_rows(spec, workload, parallelism, states))
+
+
+def _state_rows(
     spec: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism, states: EngineStates
 ) -> Iterator[Entry]:
     sizes = Precisions.of(
@@ -143,27 +151,25 @@ def _state_entry(name: str, numel: int, itemsize: int, count: int, component: st
 def _saved_entries(
     spec: ModelSpec, workload: TrainingWorkload, place: Place, template: Traced
 ) -> Iterator[Entry]:
-    rows, monomials = _saved_rows(template, spec.num_layers, spec.trace is None)
+    rows, monomials = _alive_rows(template, spec.num_layers, spec.trace is None, place)
     numels = monomial_values(
         spec, monomials, workload.micro_batch, workload.sequence_length, workload.lora_rank
     )
     value = dict(zip(monomials, numels.tolist(), strict=True))
-    for row in rows:
+    for row, count, formula in rows:
         tensor = row.tensor
-        count = _num_alive(tensor.places, place)
-        if count > 0:
-            one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
-            yield Entry(
-                row.name,
-                row.sides,
-                tensor.dtype,
-                count,
-                round(one_bytes * count),
-                row.component,
-                "saved for backward",
-                row.phases,
-                f"{count} x {row.one}",
-            )
+        one_bytes = value[tensor.monomial] * tensor.coefficient_bytes
+        yield Entry(
+            row.name,
+            row.sides,
+            tensor.dtype,
+            count,
+            round(one_bytes * count),
+            row.component,
+            "saved for backward",
+            row.phases,
+            formula,
+        )
 
 
 class _SavedRow(NamedTuple):
@@ -178,13 +184,22 @@ class _SavedRow(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _saved_rows(
-    template: Traced, num_layers: int, is_of_family: bool
-) -> tuple[tuple[_SavedRow, ...], tuple[str, ...]]:
-    """The rows of all saved tensors of a template, and their monomials."""
-    saved = load_saved(template)
-    rows = tuple(_saved_row(tensor, num_layers, is_of_family) for tensor in saved)
-    return rows, tuple(dict.fromkeys(tensor.monomial for tensor in saved))
+def _saved_rows(template: Traced, num_layers: int, is_of_family: bool) -> tuple[_SavedRow, ...]:
+    """The rows of all saved tensors of a template."""
+    return tuple(_saved_row(tensor, num_layers, is_of_family) for tensor in load_saved(template))
+
+
+@lru_cache(maxsize=512)
+def _alive_rows(
+    template: Traced, num_layers: int, is_of_family: bool, place: Place
+) -> tuple[tuple[tuple[_SavedRow, int, str], ...], tuple[str, ...]]:
+    """The rows that are alive at a place, of how many tensors and how they are written; monomials."""
+    counted = [
+        (row, _num_alive(row.tensor.places, place))
+        for row in _saved_rows(template, num_layers, is_of_family)
+    ]
+    alive = tuple((row, count, f"{count} x {row.one}") for row, count in counted if count)
+    return alive, tuple(dict.fromkeys(row.tensor.monomial for row, *_ in alive))
 
 
 def kept_parts(spec: ModelSpec, template: Traced, micro_batch: Any, sequence_length: Any) -> Parts:

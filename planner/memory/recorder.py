@@ -132,7 +132,8 @@ class Program:
         """The program of other rows or another length; `sizes_bytes` by what they are for."""
         operations = self.operations.copy()
         at = [number * OPERATION_WIDTH + _SIZE_AT for number, _ in self.sized]
-        operations[at] = [rounded(sizes_bytes[name]) for _, name in self.sized]
+        taken_bytes = np.array([sizes_bytes[name] for _, name in self.sized], dtype=np.int64)
+        operations[at] = -(-taken_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
         return replace(self, operations=operations)
 
     def serve(

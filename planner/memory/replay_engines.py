@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -71,7 +70,7 @@ def replay_training(
     tiles_bytes = tile_list_bytes(spec, workload, hardware)
     buffers = embedding_buffers(spec, workload)
     known = _known_steps(
-        *(spec, replace(workload, micro_batch=1, sequence_length=1), parallelism, template),
+        *(spec, workload.of_any_size(), parallelism, template),
         *(workspace_bytes(hardware), tuple(map(len, workspaces)), tiles_bytes > 0, len(buffers)),
     )
     if not known:

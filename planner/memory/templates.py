@@ -369,11 +369,21 @@ def _factor_sizes(
     spec: ModelSpec, micro_batch: Any, sequence_length: Any, lora_rank: int
 ) -> dict[str, Any]:
     return {
-        **_expert_sizes(spec),
-        **_latent_sizes(spec),
+        **_model_sizes(spec),
         "batch": micro_batch,
         "seq": sequence_length,
         "half_seq_and_one": (sequence_length + 1) / 2,
+        "lora_rank": lora_rank,
+        "chunk": chunk_tokens(micro_batch * sequence_length, spec.vocab_size),
+    }
+
+
+@lru_cache(maxsize=256)
+def _model_sizes(spec: ModelSpec) -> dict[str, float]:
+    """The factors that a model has, whatever it runs on; to be read only."""
+    return {
+        **_expert_sizes(spec),
+        **_latent_sizes(spec),
         "kv_heads": spec.num_kv_heads,
         "group": spec.num_heads / spec.num_kv_heads,
         "group_plus_2": spec.num_heads / spec.num_kv_heads + 2,
@@ -384,8 +394,6 @@ def _factor_sizes(
         "vocab": spec.vocab_size,
         WIDTH: 1.0,
         "positions": spec.position_rows,
-        "lora_rank": lora_rank,
-        "chunk": chunk_tokens(micro_batch * sequence_length, spec.vocab_size),
     }
 
 

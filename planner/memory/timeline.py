@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.memory.groups import Place
 from planner.memory.sections import COMPONENTS
@@ -32,9 +33,14 @@ PHASES: Mapping[str, str] = {
 
 
 class EngineStates(Protocol):
-    """What an engine holds in a step beside the model's own tensors; values may be arrays."""
+    """What an engine holds in a step beside the model's own tensors; values may be arrays.
+
+    It does not change once made, and so may be the key of what follows from it.
+    """
 
     gradients: str
+
+    def __hash__(self) -> int: ...
 
     def persistent(self) -> Parts: ...
 
@@ -96,24 +102,30 @@ def _likes(moments: Moments) -> tuple[_Likes, ...]:
     return tuple(_Likes(*key, tuple(rows)) for key, rows in found.items())
 
 
-class Timeline:
-    """A model's traced moments under one engine, for one plan or an array of plans."""
+class _Phase(NamedTuple):
+    """The moments of a phase, the preferred one of equally high ones first: rows, likes, engine's bytes."""
+
+    name: str
+    rows: NDArray[np.intp]
+    likes: tuple[_Likes, ...]
+    held_bytes: NDArray[np.float64]
+
+
+class Held:
+    """What an engine holds at the traced moments of a step, and what is beside it.
+
+    It depends on no micro-batch's rows or length, unless what is `beside` does.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         moments: Moments,
         states: EngineStates,
-        micro_batch: Any,
-        sequence_length: Any,
         beside: PartsAt | None = None,
-        lora_rank: int = 0,
     ) -> None:
-        self._moments, self._states, self._beside = moments, states, beside
+        self.moments, self.states, self._beside = moments, states, beside
         self._num_layers = spec.num_layers
-        values = monomial_values(spec, moments.monomials, micro_batch, sequence_length, lora_rank)
-        self._live: Any = np.tensordot(moments.constant, values, axes=1)
-        self._live_total: Any = self._live.sum(axis=1)
         self._persistent = states.persistent()
         # By place, as they are asked for.
         self._parts_at: dict[Place, Parts] = {}
@@ -122,61 +134,45 @@ class Timeline:
         likes = _likes(moments)
         if isinstance(spec, RankSpec):
             likes = tuple(like for like in likes if spec.runs(like.place.section))
-        self._likes = likes
+        self.likes = likes
 
-    def highest(self) -> dict[str, Moment]:
-        """The highest moment of every phase (scalars only)."""
-        live = self._live_total.tolist()
-        best: dict[str, tuple[float, Place, int, _Likes]] = {}
-        for place, (total, row, like) in self._highest_by_place(live).items():
-            phase = phase_of(place, self._num_layers)
-            candidate = (total, place, row, like)
-            # Of equal ones the later place.
-            if phase not in best or candidate[:3] > best[phase][:3]:
-                best[phase] = candidate
-        found = {phase: self._moment(like, row) for phase, (*_, row, like) in best.items()}
-        found[OPTIMIZER_STEP] = Moment(Place(OPTIMIZER_STEP), self._optimizer_parts())
-        return {name: found[name] for name in PHASES if name in found}
+    @cached_property
+    def phases(self) -> tuple[_Phase, ...]:
+        """The phases with their moments (scalars only): later places first, earlier rows of one."""
+        found: dict[str, list[tuple[Place, int, _Likes]]] = {}
+        for like in self.likes:
+            phase = phase_of(like.place, self._num_layers)
+            found.setdefault(phase, []).extend((like.place, -row, like) for row in like.rows)
+        return tuple(self._phase(name, moments) for name, moments in found.items())
 
-    def _highest_by_place(self, live: list[float]) -> dict[Place, tuple[float, int, _Likes]]:
-        """The highest moment of each place, of equal ones the first: total, row and its likes."""
-        best: dict[Place, tuple[float, int, _Likes]] = {}
-        for like in self._likes:
-            engine_bytes = self._engine_total(like)
-            row = max(like.rows, key=live.__getitem__)
-            total = float(live[row] + engine_bytes)
-            known = best.get(like.place)
-            if known is None or (total, -row) > (known[0], -known[1]):
-                best[like.place] = total, row, like
-        return best
+    def _phase(self, name: str, moments: list[tuple[Place, int, _Likes]]) -> _Phase:
+        moments.sort(key=lambda moment: moment[:2], reverse=True)
+        _, rows, likes = zip(*moments, strict=True)
+        held_bytes = [float(self.total(like)) for like in likes]
+        return _Phase(name, -np.array(rows), likes, np.array(held_bytes))
 
-    def peak_bytes(self) -> Any:
-        """The highest total over all moments, elementwise over arrays of plans."""
-        peak = sum(self._optimizer_parts().values())
-        for like in self._likes:
-            live = self._live_total[list(like.rows)].max(axis=0)
-            peak = np.maximum(peak, live + self._engine_total(like))
-        return peak
-
-    def _optimizer_parts(self) -> Parts:
-        return add_parts(self._persistent, self._states.optimizer_step())
+    def optimizer_parts(self) -> Parts:
+        """Bytes by part while the optimizer steps."""
+        return add_parts(self._persistent, self.states.optimizer_step())
 
     def _parts_before(self, place: Place) -> Parts:
         """What engine and all that is beside it hold as a place begins."""
         if place not in self._parts_at:
-            parts = add_parts(self._persistent, self._states.at(place))
+            parts = add_parts(self._persistent, self.states.at(place))
             if self._beside is not None:
                 parts = add_parts(parts, self._beside(place))
             self._parts_at[place] = parts
         return self._parts_at[place]
 
-    def _engine_parts(self, like: _Likes) -> Parts:
+    def parts(self, like: _Likes) -> Parts:
+        """Bytes by part at these moments."""
         parts = self._parts_before(like.place)
         for more in self._parts_more(like):
             parts = add_parts(parts, more)
         return parts
 
-    def _engine_total(self, like: _Likes) -> Any:
+    def total(self, like: _Likes) -> Any:
+        """Bytes at these moments."""
         if like.place not in self._total_at:
             self._total_at[like.place] = sum(self._parts_before(like.place).values())
         total = self._total_at[like.place]
@@ -190,17 +186,52 @@ class Timeline:
         place = like.place
         if like.flat_key and place.in_backward:
             if place not in self._flat_at:
-                self._flat_at[place] = self._states.flat(place)
+                self._flat_at[place] = self.states.flat(place)
             sizes = enumerate(self._flat_at[place])
             yield {"gradients": sum(size for bit, size in sizes if like.flat_key >> bit & 1)}
         if like.is_behind_loss:
-            yield self._states.behind_loss()
+            yield self.states.behind_loss()
         if like.at_end:
-            yield self._states.at_section_end(place)
+            yield self.states.at_section_end(place)
+
+
+class Timeline:
+    """A model's traced moments under one engine, for one plan or an array of plans."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        held: Held,
+        micro_batch: Any,
+        sequence_length: Any,
+        lora_rank: int = 0,
+    ) -> None:
+        self._held = held
+        values = monomial_values(
+            spec, held.moments.monomials, micro_batch, sequence_length, lora_rank
+        )
+        self._live: Any = np.tensordot(held.moments.constant, values, axes=1)
+        self._live_total: Any = self._live.sum(axis=1)
+
+    def highest(self) -> dict[str, Moment]:
+        """The highest moment of every phase (scalars only); of equal ones that of the later place."""
+        found = {OPTIMIZER_STEP: Moment(Place(OPTIMIZER_STEP), self._held.optimizer_parts())}
+        for name, rows, likes, held_bytes in self._held.phases:
+            highest = int((self._live_total[rows] + held_bytes).argmax())
+            found[name] = self._moment(likes[highest], int(rows[highest]))
+        return {name: found[name] for name in PHASES if name in found}
+
+    def peak_bytes(self) -> Any:
+        """The highest total over all moments, elementwise over arrays of plans."""
+        peak = sum(self._held.optimizer_parts().values())
+        for like in self._held.likes:
+            live = self._live_total[list(like.rows)].max(axis=0)
+            peak = np.maximum(peak, live + self._held.total(like))
+        return peak
 
     def _moment(self, like: _Likes, row: int) -> Moment:
         live = dict(zip(COMPONENTS, self._live[row].tolist(), strict=True))
-        return Moment(like.place, add_parts(self._engine_parts(like), live))
+        return Moment(like.place, add_parts(self._held.parts(like), live))
 
 
 def add_parts(*many: Parts) -> Parts:

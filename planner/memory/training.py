@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from planner.memory.templates import Traced, load_moments, traced
 from planner.memory.timeline import (
     PHASES,
     EngineStates,
+    Held,
     Moment,
     Timeline,
     add_parts,
@@ -199,6 +201,21 @@ def _recomputes(engine: Engine, workload: TrainingWorkload) -> bool:
     return engine is Engine.DEEPSPEED and workload.checkpointing is Checkpointing.FULL
 
 
+@lru_cache(maxsize=256)
+def _held(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    template: Traced,
+    beside: Beside | None = None,
+) -> Held:
+    """What a plan's engine holds; without anything beside it, whatever the rows and their length."""
+    stage, ranks = parallelism.zero_stage, parallelism.world_size
+    states = _states(spec, workload, parallelism.engine, stage, ranks, beside)
+    moments = load_moments(template, states.gradients)
+    return Held(spec, moments, states, beside.parts if beside else None)
+
+
 def training_memory(
     spec: ModelSpec,
     workload: TrainingWorkload,
@@ -216,18 +233,11 @@ def training_memory(
     `beside` and `flying`: what is beside a split model's tensors, and its micro-batches in flight.
     """
     template = traced(spec, workload, workload.sequence_length)
-    stage, world_size = parallelism.zero_stage, parallelism.world_size
-    states = _states(spec, workload, parallelism.engine, stage, world_size, beside)
-    moments = load_moments(template, states.gradients)
-    timeline = Timeline(
-        spec,
-        moments,
-        states,
-        workload.micro_batch,
-        workload.sequence_length,
-        beside=beside.parts if beside else None,
-        lora_rank=workload.lora_rank,
-    )
+    held = _held(spec, workload.of_any_size(), parallelism, template)
+    if beside is not None:
+        held = _held.__wrapped__(spec, workload, parallelism, template, beside)
+    sizes = workload.micro_batch, workload.sequence_length, workload.lora_rank
+    timeline = Timeline(spec, held, *sizes)
     by_phase = {
         name: Moment(moment.place, {**moment.parts, "workspace": workspace_bytes(hardware)})
         for name, moment in timeline.highest().items()
@@ -252,7 +262,7 @@ def training_memory(
         by_phase=by_phase,
         overheads=over,
         entries=ledger.entries(
-            *(spec, workload, parallelism, states, peak, template),
+            *(spec, workload, parallelism, held.states, peak, template),
             others=beside.entries(peak.place) if beside else (),
         ),
         formulas=ledger.formulas(spec, workload, parallelism, peak),
@@ -342,8 +352,8 @@ def training_grid(
             beside = beside_at(key, batches, lengths) if beside_at else None
             states = _states(spec, workload, engine, stage, worlds, beside)
             moments = load_moments(key, states.gradients)
-            parts_at, rank = beside.parts if beside else None, workload.lora_rank
-            timeline = Timeline(spec, moments, states, batches, lengths, parts_at, rank)
+            held = Held(spec, moments, states, beside.parts if beside else None)
+            timeline = Timeline(spec, held, batches, lengths, workload.lora_rank)
             peak[row][..., columns] = timeline.peak_bytes()
     allocated_bytes = np.rint(np.minimum(peak, _MOST_GRID_BYTES)).astype(
         np.int64

@@ -70,7 +70,7 @@ def _along(values: Any, like: Any) -> Any:
 
 
 def _product_parts(products: Products, rates: Rates, sizes: Any) -> list[Part]:
-    batch, m, n, k = np.moveaxis(sizes[products.sizes], 1, 0)
+    batch, m, n, k = sizes[products.sizes]
     flops, elements = 2.0 * batch * m * n * k, batch * (m * k + k * n + m * n)
     if products.kind == "grouped":
         flops, elements = flops / batch, (m * (k + n) + batch * k * n)

@@ -59,7 +59,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Matrix products of one kind and dtype: layouts, and sizes [products, (batch, m, n, k)] by number.
+    """Matrix products of one kind and dtype: layouts, and sizes [(batch, m, n, k), products] by number.
 
     `counts` [parts, products] says how often each runs in each of the `parts` (phase, name).
     """
@@ -265,7 +265,7 @@ def _products(key: tuple[str, str], found: Sequence[tuple[Any, ...]]) -> Product
     return Products(
         *key,
         np.array(layouts, dtype=np.float64),
-        np.array(sizes, dtype=np.int64),
+        np.array(sizes, dtype=np.int64).T.copy(),
         parts,
         by_part,
     )

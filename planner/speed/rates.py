@@ -35,9 +35,12 @@ _ATTENTION_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class ProductPoints:
-    """Measured products: log2 of (m, n, k), layout, and log of ideal over measured time."""
+    """Measured products: log2 of (m, n, k) and the sum of its squares, layout, and log of ideal over
+    measured time.
+    """
 
     sizes: Floats
+    squares: Floats
     layouts: Floats
     ratios: Floats
 
@@ -50,7 +53,7 @@ class AttentionPoints:
     rates: Floats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rates:
     """What one kind of GPU takes for an operation; `source` says where its numbers are from.
 
@@ -58,18 +61,18 @@ class Rates:
     """
 
     source: str
-    peak_flop_s: Mapping[str, float] = field(hash=False)
+    peak_flop_s: Mapping[str, float]
     memory_bytes_s: float
     multiprocessors: int
     gap_s: float
-    products: Mapping[tuple[str, str], ProductPoints] = field(hash=False)
-    streams: Floats = field(hash=False, repr=False)
-    warm_streams: Floats = field(hash=False, repr=False)
-    attention: Mapping[str, AttentionPoints] = field(hash=False)
-    collectives: Mapping[str, tuple[Floats, Floats]] = field(hash=False)
+    products: Mapping[tuple[str, str], ProductPoints]
+    streams: Floats = field(repr=False)
+    warm_streams: Floats = field(repr=False)
+    attention: Mapping[str, AttentionPoints]
+    collectives: Mapping[str, tuple[Floats, Floats]]
     network_share: float
     gpus_per_node: int
-    host: HostTable = field(hash=False)
+    host: HostTable
 
     def product_s(
         self, kind: str, dtype: str, layouts: Any, batch: Any, sizes: tuple[Any, Any, Any]
@@ -85,7 +88,7 @@ class Rates:
         points = self.products.get((kind, dtype)) or self.products.get(("mm", dtype))
         if points is None:
             return ideal_s
-        rows = np.stack(np.broadcast_arrays(m, n, k), axis=-1)
+        rows = np.stack((m, n, k), axis=-1)
         return ideal_s / np.exp(_near_mean(points, np.log2(rows), layouts))
 
     def _ideal_s(
@@ -169,7 +172,7 @@ def _along_curves(table: Floats, kinds: Any, size_bytes: Any) -> Any:
 def _near_mean(points: ProductPoints, sizes: Any, layouts: Any) -> Any:
     """Mean over all points, by the fourth power of distance in the log2 of the sizes."""
     # The square of a difference, so that one product of matrices does for all pairs.
-    squares = np.square(sizes).sum(-1)[..., None] + np.square(points.sizes).sum(-1)
+    squares = np.square(sizes).sum(-1)[..., None] + points.squares
     distance = np.maximum(squares - 2.0 * (sizes @ points.sizes.T), 0.0) + _NEAR_DISTANCE
     distance += _LAYOUT_DISTANCE * (np.asarray(layouts)[..., None] != points.layouts)
     weights = 1.0 / np.square(distance)
@@ -276,7 +279,9 @@ def _points(
     m, n, k = sizes.T
     ideal_s = rates._ideal_s(dtype, batch, (m, n, k), 2 if dtype == "bf16" else 4)
     layouts = np.array([layout_number(layout) for _, layout in found], dtype=np.float64)
-    return ProductPoints(np.log2(sizes), layouts, np.log(ideal_s / taken_s))
+    places = np.log2(sizes)
+    squares = np.square(places).sum(-1)
+    return ProductPoints(places, squares, layouts, np.log(ideal_s / taken_s))
 
 
 def _sizes(kind: str, curve: Curve) -> tuple[float, float, float]:

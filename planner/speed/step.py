@@ -8,9 +8,10 @@ take from it, and the last one of a phase, which nothing is left to hide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -105,33 +106,76 @@ def training_step(
     """
     own = (parallelism.world_size, workload.micro_batch, workload.sequence_length)
     ranks, b, s = own if axes is None else axes
-    context = parallelism.context_parallel
-    sharers = ranks * context
-    engine, stage = parallelism.engine, parallelism.zero_stage
-    rounds = workload.grad_accumulation
     parts = micro_batch(spec, workload, parallelism, rates, b, s) if known is None else known
-    every = [_times(part, rounds) for part in parts]
-    sizes = trained_parameters(spec, workload, sharers * 1.0)
-    every += gradient_parts(workload, engine, stage, sizes, rates)
-    every += gather_parts(workload, engine, stage, sizes, rates)
-    if not workload.offload_optimizer:
-        every += update_parts(spec, workload, engine, stage, sizes, rates)
-    sent = _sent(spec, workload, engine, stage, sharers, rates, alone)
-    busy_s = {name: sum(p.time_s for p in every if p.shown_phase == name) for name in PHASES}
-    exposed_s = {name: _exposed_s(busy_s[name], _in_phase(sent, name), alone) for name in PHASES}
+    if axes is None:
+        beside = _known_beside(spec, workload.of_any_size(), parallelism, rates, alone)
+    else:
+        beside = _beside(spec, workload, parallelism, rates, alone, ranks)
+    every = (*(_times(part, workload.grad_accumulation) for part in parts), *beside.parts)
+    busy_s: dict[str, Any] = dict.fromkeys(PHASES, 0)
+    for part in every:
+        busy_s[part.shown_phase] = busy_s[part.shown_phase] + part.time_s
+    exposed_s = {name: _exposed_s(busy_s[name], beside.in_phase(name), alone) for name in PHASES}
     launches = {
         name: sum(part.launches for part in parts if part.phase == name)
         for name in ("forward", "backward", "recompute")
     }
+    sharers = ranks * parallelism.context_parallel
     started = host_time(rates.host, spec, workload, parallelism, launches, sharers)
     return Step(
         gpu_s={name: busy_s[name] + exposed_s[name] for name in PHASES},
         host_s=_by_phase(started),
         exposed_s=exposed_s,
-        parts=tuple(every),
-        sent=tuple(sent),
-        runs=_runs(workload, engine),
+        parts=every,
+        sent=beside.sent,
+        runs=_runs(workload, parallelism.engine),
     )
+
+
+class _Beside(NamedTuple):
+    """What an engine does in a step beside the model: on the GPU, and over its links."""
+
+    parts: tuple[Part, ...]
+    sent: tuple[Sent, ...]
+
+    def in_phase(self, phase: str) -> list[tuple[Any, Any]]:
+        """(time, calls) of what is sent in a phase."""
+        return [
+            (one.time_s * one.shares[phase], one.calls * one.shares[phase])
+            for one in self.sent
+            if phase in one.shares
+        ]
+
+
+def _beside(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    rates: Rates,
+    alone: bool,
+    ranks: Any,
+) -> _Beside:
+    """What an engine does, whatever the rows and tokens of a micro-batch; `ranks` may be an array."""
+    engine, stage = parallelism.engine, parallelism.zero_stage
+    sharers = ranks * parallelism.context_parallel
+    sizes = trained_parameters(spec, workload, sharers * 1.0)
+    parts = gradient_parts(workload, engine, stage, sizes, rates)
+    parts += gather_parts(workload, engine, stage, sizes, rates)
+    if not workload.offload_optimizer:
+        parts += update_parts(spec, workload, engine, stage, sizes, rates)
+    sent = _sent(spec, workload, engine, stage, sharers, rates, alone)
+    return _Beside(tuple(parts), tuple(sent))
+
+
+@lru_cache(maxsize=256)
+def _known_beside(
+    spec: ModelSpec,
+    workload: TrainingWorkload,
+    parallelism: Parallelism,
+    rates: Rates,
+    alone: bool,
+) -> _Beside:
+    return _beside(spec, workload, parallelism, rates, alone, parallelism.world_size)
 
 
 def _runs(workload: TrainingWorkload, engine: Engine) -> tuple[tuple[str, ...], ...]:
@@ -185,15 +229,6 @@ def _by_phase(host: HostTime) -> dict[str, Any]:
         "backward": host.backward_s,
         "optimizer": host.optimizer_s,
     }
-
-
-def _in_phase(sent: Iterable[Sent], phase: str) -> list[tuple[Any, Any]]:
-    """(time, calls) of what is sent in a phase."""
-    return [
-        (one.time_s * one.shares[phase], one.calls * one.shares[phase])
-        for one in sent
-        if phase in one.shares
-    ]
 
 
 def _exposed_s(busy_s: Any, sent: list[tuple[Any, Any]], alone: bool) -> Any:
