@@ -43,6 +43,7 @@ from planner.workload import KvDtype, ServingWorkload
 MEASURED_TTL_S = 20
 # A page answers at once: longer traces are simulated from the command line.
 PAGE_REQUESTS, PAGE_STEPS = 2000, 60_000
+MAX_TRACE_CHARACTERS = 1_000_000
 RATE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 RATE_REQUESTS = 96
 CONTEXTS_SHOWN = (1024, 8192, 32_768)
@@ -279,6 +280,12 @@ def trace_of(point: ServingPoint, choice: TraceChoice) -> tuple[TraceRequest, ..
 
 
 def _read(text: str) -> object:
+    if len(text) > MAX_TRACE_CHARACTERS:
+        sentence = (
+            f"The trace is a file of more than {MAX_TRACE_CHARACTERS:,} characters: the page takes up to "
+            f"{PAGE_REQUESTS:,} requests, `peakmark serve --simulate --trace` takes more."
+        )
+        raise PlanError("trace", "the file", "a smaller file", sentence=sentence)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

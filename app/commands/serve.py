@@ -29,6 +29,9 @@ from app.commands.queued import (
 if TYPE_CHECKING:
     from db.views import RunDetail
 
+# Far more than the largest trace that is simulated takes.
+MAX_TRACE_BYTES = 64_000_000
+
 
 def serve_command(
     *,
@@ -138,6 +141,10 @@ def _trace_file(path: Path) -> Any:
     import json
 
     try:
+        if path.stat().st_size > MAX_TRACE_BYTES:
+            allowed = f"a file of at most {MAX_TRACE_BYTES:,} bytes"
+            sentence = f"--trace {path} has {path.stat().st_size:,} bytes: it must be {allowed}."
+            raise InputError("trace", str(path), allowed, sentence)
         return json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         sentence = f"--trace {path} cannot be read as JSON: {type(error).__name__}."

@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from app.serving_rows import PAGE_REQUESTS, TraceChoice, own_point
+from app.serving_rows import MAX_TRACE_CHARACTERS, PAGE_REQUESTS, TraceChoice, own_point
 from planner.decode_run import PAGE_SIZES
 from planner.errors import describe_value
 from planner.plan import MAX_COUNT, Plan
@@ -20,7 +20,6 @@ from planner.workload import KvDtype, WeightsDtype
 PREFIX = "sv_"
 WIDTH_PX = 140
 MAX_TOKENS = 2**24
-MAX_TRACE_BYTES = 1_000_000
 NUMBERS: Mapping[str, tuple[str, str]] = {
     "prompt_tokens": ("Prompt, tokens", "What each request asks with."),
     "new_tokens": ("Answer, tokens", "What each request gets."),
@@ -152,7 +151,7 @@ def choose_trace() -> TraceChoice:
             "file that `peakmark serve --trace` takes."
         )
         file = st.file_uploader("Trace", type="json", key="serving_trace_file")
-    text = None if file is None else file.read(MAX_TRACE_BYTES).decode(errors="replace")
+    text = None if file is None else file.read(MAX_TRACE_CHARACTERS + 1).decode(errors="replace")
     return replace(default, rate_per_s=rate, text=text, **numbers)
 
 

@@ -59,6 +59,14 @@ def test_the_trace_is_served_with_no_more_pages_than_its_rows_fill() -> None:
         serving_job.serve_spec(plan, point, TraceChoice(text=unsorted), "solo")
 
 
+def test_a_trace_larger_than_a_page_takes_is_refused_before_it_is_read() -> None:
+    plan, point = served()
+    with pytest.raises(
+        PlanError, match="more than 1,000,000 characters: the page takes up to 2,000"
+    ):
+        serving_job.serve_spec(plan, point, TraceChoice(text=" " * 1_000_001), "solo")
+
+
 def test_what_no_run_here_proves_is_said() -> None:
     _, point = served()
     assert serving_job.unprovable(point, "solo") is None
