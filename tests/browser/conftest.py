@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -15,6 +16,8 @@ from urllib.request import urlopen
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
+
+from db.engine import open_database
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = os.environ.get("PEAKMARK_CHROMIUM", "/usr/bin/chromium")
@@ -53,6 +56,22 @@ def chromium() -> str:
     if shutil.which(CHROMIUM) is None:
         pytest.skip(f"{CHROMIUM} is not installed")
     return CHROMIUM
+
+
+@pytest.fixture
+def few_rows(tmp_path: Path) -> int:
+    """Make the database of `product` with a dozen of the recorded training steps; return how many.
+
+    For all of them a server predicts minutes on a busy core. Ask for it before `product`.
+    """
+    lines = (ROOT / "recorded" / "h200-two-gpus-times.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    kept = [row for row in rows if row["kind"] == "train_step" and row["outcome"] == "done"][:12]
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    (recorded / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    open_database(f"sqlite:///{tmp_path / 'browser.db'}", recorded=recorded).close()
+    return len(kept)
 
 
 @pytest.fixture

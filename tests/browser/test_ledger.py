@@ -48,11 +48,14 @@ def test_the_plans_tensors_are_found_filtered_and_taken_away(
     }
 
 
-def test_a_dot_of_the_accuracy_chart_opens_its_run(page: Page, product: str) -> None:
+def test_a_dot_of_the_accuracy_chart_opens_its_run(
+    few_rows: int, page: Page, product: str
+) -> None:
     page.goto(f"{product}/accuracy")
     dots = page.locator(".st-key-residual_strips_card .point")
-    # The server first predicts for hundreds of measurements, beside the page: minutes of a busy core.
-    expect(dots.first).to_be_visible(timeout=600_000)
+    # The server first predicts for the measurements, beside the page.
+    expect(dots.first).to_be_visible()
+    assert dots.count() >= few_rows
     dots.first.click(force=True)
     expect(page).to_have_url(re.compile(r"/run\?.*row=[0-9a-f]{16}"))
     expect(page.get_by_text("recorded elsewhere")).to_be_visible()
