@@ -390,13 +390,15 @@ def _accuracy(digest: str, _report: AccuracyReport, _rows: list[dict[str, Any]])
 
 
 def _row_words(spec: Mapping[str, Any]) -> str:
-    plan = spec.get("plan")
-    if not plan:
+    asked: Mapping[str, Any] = next(
+        filter(None, map(spec.get, ("plan", "decode", "serve", "quality"))), {}
+    )
+    model = asked.get("model")
+    if not model:
         return str(spec.get("kind", ""))
-    name = str(plan["model"].get("preset") or plan["model"].get("name", "custom model"))
-    name = name.rsplit("/", 1)[-1]
-    whole = _whole_plan(plan)
-    return name if whole is None else f"{name}: {plan_line(whole)}"
+    name = str(model.get("preset") or model.get("name", "custom model")).rsplit("/", 1)[-1]
+    whole = _whole_plan(spec.get("plan"))
+    return f"{name}: {spec.get('kind') if whole is None else plan_line(whole)}"
 
 
 def _whole_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -101,3 +101,4 @@ def test_a_served_run_s_page_shows_its_simulation_and_who_else_served(
     assert list(peers["who"]) == ["peakmark", "transformers", "vllm"]
     assert list(peers["equal tokens"]) == ["-", "50 %", "-"]
     assert "vllm: ValueError: no such attention" in texts(app)
+    assert "Llama-3.2-1B" in texts(app)
