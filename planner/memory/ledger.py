@@ -221,9 +221,6 @@ def _saved_row(tensor: SavedTensor, num_layers: int, is_of_family: bool) -> _Sav
     section, sides = tensor.places[0].section, tensor.shape
     if is_of_family:
         sides = tuple(_STAND_INS.get(side, side) for side in sides)
-        if "half_seq_and_one" not in tensor.monomial:
-            # Labels padded by one position: their bytes are those of a plain sequence (see the trace).
-            sides = tuple("seq" if side == "seq_and_one" else side for side in sides)
     return _SavedRow(
         tensor=tensor,
         name=f"{_where(tensor, num_layers)}: {tensor.module} ({tensor.op})",

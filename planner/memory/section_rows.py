@@ -8,7 +8,7 @@ from planner.memory.partial_sums import is_partial_sums
 
 # How many of each `planner.memory.sections` knows; imported from there they would need the families.
 NUM_COMPONENTS, NUM_MARKS, NUM_SECTIONS = 5, 6, 7
-KNOWN_FACTORS = frozenset(("batch", "seq", "vocab", "width"))
+KNOWN_FACTORS = frozenset(("batch", "seq", "half_seq_and_one", "vocab", "width"))
 _MOST_SECTIONS, _MOST_ROWS = 200_000, 200_000
 _LARGEST_BYTES = 2**60
 _LOWEST_CODE = -9

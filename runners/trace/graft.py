@@ -24,11 +24,14 @@ def loss_templates(
 ) -> dict[Variant, Template]:
     """Return the templates of every traced variant under every other loss.
 
-    `build` traces the losses, after the first variant of each compute dtype and checkpointing.
+    `build` traces the losses, after the first variant of each compute dtype and checkpointing, with
+    and without adapters.
     """
-    alike: dict[tuple[str, str], list[Variant]] = {}
+    alike: dict[tuple[str, str, bool], list[Variant]] = {}
     for variant in traced:
-        alike.setdefault((variant.compute, variant.checkpointing), []).append(variant)
+        # Below adapters the head is frozen: it gets no gradient.
+        key = (variant.compute, variant.checkpointing, bool(variant.adapters))
+        alike.setdefault(key, []).append(variant)
     made: dict[Variant, Template] = {}
     for group in alike.values():
         donor = group[0]

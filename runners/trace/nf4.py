@@ -52,7 +52,7 @@ def store_in_four_bits(model: nn.Module) -> None:
     """Let the linear layers of every decoder layer hold their weights in four bits."""
     for layer in decoder_layers(model):
         for module in layer.modules():
-            if type(module) is nn.Linear:
+            if isinstance(module, nn.Linear):  # Falcon's linear layers are a class of their own
                 module.__class__ = _FourBitLinear
 
 

@@ -33,11 +33,10 @@ class OwnSizes:
 
     def factor(self, numel: int, shape: tuple[int, ...]) -> tuple[str, int]:
         """Split an element count into (monomial, coefficient); `shape` tells the vocabulary."""
-        if self.seq + 1 in shape and numel % self.seq and numel % (self.seq + 1) == 0:
-            # Labels padded by one position: counted as a plain sequence.
-            numel = numel // (self.seq + 1) * self.seq
-        rows, tokens, rest = self.powers(numel)
-        names = ["batch"] * rows + ["seq"] * tokens
+        padded = self.seq + 1  # labels are padded by one position
+        is_padded = padded in shape and numel % padded == 0
+        rows, tokens, rest = self.powers(numel // padded * 2 if is_padded else numel)
+        names = ["batch"] * rows + ["seq"] * tokens + ["half_seq_and_one"] * is_padded
         if self.vocab in shape and rest % self.vocab == 0:
             names.append("vocab")
             rest //= self.vocab

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 PRIMES: Mapping[str, int] = {
     "batch": 13,
     "seq": 8221,
-    # Attention sinks add a column to the scores: half of the sequence and one, a prime as well.
+    # Labels are padded by one position, and attention sinks add a column to the scores: half of the
+    # sequence and one, a prime as well.
     "half_seq_and_one": 4111,
     "kv_heads": 11,
     "group": 17,
@@ -79,9 +80,6 @@ def factor(numel: int) -> tuple[str, int]:
 
     The monomial is `*`-joined names in a fixed order ("batch*seq*hidden"); "" is a constant.
     """
-    if numel % PRIMES["seq"] and numel % (PRIMES["seq"] + 1) == 0:
-        # Labels padded by one position: counted as a plain sequence.
-        numel = numel // (PRIMES["seq"] + 1) * PRIMES["seq"]
     powers = dict.fromkeys(PRIMES, 0)
     for name, prime in PRIMES.items():
         while numel % prime == 0:

@@ -28,18 +28,16 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
 )
+COMPUTES = ("bf16", "fp32", "autocast")
 OTHER_LOSSES = ("chunked", "fused_linear")
 # Families traced with 4-bit weights below adapters, and with rows of several documents.
 FOUR_BIT = ("llama", "mistral", "qwen2", "qwen3")
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
-# Families whose stored traces are older than the rules by which the tape adds gradients
-# (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`): without
-# autocast, and under it, where a trace takes the longest.
-OUTDATED = (
-    *("gemma3_text", "gpt_neox", "opt", "falcon"),
-    *("gpt_oss", "deepseek_v2", "deepseek_v3"),
-)
-OUTDATED_UNDER_AUTOCAST = tuple(family for family in FAMILIES if family != "qwen2")
+# Families of which stored traces are older than the rules by which the tape adds gradients
+# (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`), with the
+# compute dtypes that are: under autocast a trace takes the longest.
+OUTDATED = dict.fromkeys((family for family in FAMILIES if family != "qwen2"), ("autocast",))
+OUTDATED |= dict.fromkeys(("gemma3_text", "gpt_neox", "deepseek_v2", "deepseek_v3"), COMPUTES)
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "gemma2": ("bf16", "autocast"),
@@ -49,9 +47,6 @@ ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "qwen3": ("bf16",),
 }
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
-
-COMPUTES = ("bf16", "fp32", "autocast")
-
 
 _SELECTIVE = ("eager", "sdpa", "triton", "eager_direct", "sdpa_direct")
 
@@ -93,8 +88,7 @@ class Variant:
     @property
     def is_outdated(self) -> bool:
         """Whether the stored template is older than today's rules, so that a trace may differ."""
-        of_compute = OUTDATED_UNDER_AUTOCAST if self.compute == "autocast" else OUTDATED
-        return self.family in of_compute
+        return self.compute in OUTDATED.get(self.family, ())
 
     @property
     def batch(self) -> int:

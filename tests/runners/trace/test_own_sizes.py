@@ -23,8 +23,8 @@ def test_logits_and_vocabulary_sized_weights_are_told_by_their_shape() -> None:
     assert SIZES.factor(2000 * 4096, (2000, 4096)) == ("width*width", 2000 * 4096)
 
 
-def test_labels_padded_by_one_position_count_as_a_sequence() -> None:
-    assert SIZES.factor(101 * 8222, (101, 8222)) == ("batch*seq", 1)
+def test_labels_padded_by_one_position_are_a_sequence_and_one() -> None:
+    assert SIZES.factor(101 * 8222, (101, 8222)) == ("batch*half_seq_and_one", 2)
 
 
 def test_dimensions_are_named_or_numbers() -> None:

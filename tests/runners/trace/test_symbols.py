@@ -16,7 +16,7 @@ BATCH, SEQ, VOCAB = PRIMES["batch"], PRIMES["seq"], PRIMES["vocab"]
         (3 * HIDDEN, ("hidden", 3)),
         (BATCH * SEQ * PRIMES["kv_heads"] * HEAD_DIM, ("batch*seq*kv_heads*half_head_dim", 2)),
         (BATCH * SEQ * SEQ, ("batch*seq*seq", 1)),
-        (BATCH * (SEQ + 1), ("batch*seq", 1)),
+        (BATCH * (SEQ + 1), ("batch*half_seq_and_one", 2)),
         (BATCH * SEQ * (SEQ + 1), ("batch*seq*half_seq_and_one", 2)),
         (PRIMES["expert_groups"] * PRIMES["group_experts"], ("expert_groups*group_experts", 1)),
         (HIDDEN * HIDDEN, ("hidden*hidden", 1)),
