@@ -116,8 +116,8 @@ class Served:
 class Program:
     """What a replay asks for: `operations` as in `execution`, all behind `num_before` a step's.
 
-    Request i is for slot `slots[i]`, of kind `kinds[i]`. `sized` are the operations whose bytes
-    follow from a micro-batch's rows and their length, with what they are for.
+    Request i is for slot `slots[i]`, of kind `kinds[i]`. At `sized_at` in the operations are bytes
+    that follow from a micro-batch's rows and their length, `sized` is what they are for.
     """
 
     operations: Integers
@@ -126,14 +126,14 @@ class Program:
     num_streams: int
     slots: Integers
     kinds: Integers
-    sized: tuple[tuple[int, Any], ...]
+    sized_at: Integers
+    sized: tuple[Any, ...]
 
     def with_sizes(self, sizes_bytes: Mapping[Any, int]) -> Program:
         """The program of other rows or another length; `sizes_bytes` by what they are for."""
         operations = self.operations.copy()
-        at = [number * OPERATION_WIDTH + _SIZE_AT for number, _ in self.sized]
-        taken_bytes = np.array([sizes_bytes[name] for _, name in self.sized], dtype=np.int64)
-        operations[at] = -(-taken_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        taken_bytes = np.array([sizes_bytes[name] for name in self.sized], dtype=np.int64)
+        operations[self.sized_at] = -(-taken_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
         return replace(self, operations=operations)
 
     def serve(
@@ -276,7 +276,7 @@ class Recorder:
 
     def take_of_batch(self, slot: int, size_bytes: int, name: Any) -> None:
         """Fill a slot as `take` does, with what follows from a micro-batch's rows and length."""
-        self._sized.append((self.num_operations, name))
+        self._sized.append((len(self.operations) + _SIZE_AT, name))
         self.take(slot, size_bytes)
 
     def program(self) -> Program:
@@ -289,7 +289,8 @@ class Recorder:
             num_streams=self._num_streams,
             slots=np.concatenate([nothing, *(slots for slots, _, _ in self._requests)]),
             kinds=np.concatenate([nothing, *(kinds for _, kinds, _ in self._requests)]),
-            sized=tuple(self._sized),
+            sized_at=np.array([number for number, _ in self._sized], dtype=np.int64),
+            sized=tuple(name for _, name in self._sized),
         )
 
     def serve(self, repeats: int = 1, with_events: bool = False) -> Served:

@@ -57,14 +57,14 @@ class EngineStates(Protocol):
     def optimizer_step(self) -> Parts: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Moment:
     """One moment of a step: where in it, and its bytes by part."""
 
     place: Place
     parts: Parts
 
-    @property
+    @cached_property
     def total_bytes(self) -> float:
         """Bytes of all parts."""
         return float(sum(self.parts.values()))
@@ -131,6 +131,7 @@ class Held:
         self._parts_at: dict[Place, Parts] = {}
         self._total_at: dict[Place, Any] = {}
         self._flat_at: dict[Place, tuple[Any, ...]] = {}
+        self._parts_of_row: dict[int, Parts] = {}
         likes = _likes(moments)
         if isinstance(spec, RankSpec):
             likes = tuple(like for like in likes if spec.runs(like.place.section))
@@ -151,6 +152,7 @@ class Held:
         held_bytes = [float(self.total(like)) for like in likes]
         return _Phase(name, -np.array(rows), likes, np.array(held_bytes))
 
+    @cached_property
     def optimizer_parts(self) -> Parts:
         """Bytes by part while the optimizer steps."""
         return add_parts(self._persistent, self.states.optimizer_step())
@@ -166,10 +168,10 @@ class Held:
 
     def parts(self, like: _Likes) -> Parts:
         """Bytes by part at these moments."""
-        parts = self._parts_before(like.place)
-        for more in self._parts_more(like):
-            parts = add_parts(parts, more)
-        return parts
+        if like.rows[0] not in self._parts_of_row:
+            more = self._parts_more(like)
+            self._parts_of_row[like.rows[0]] = add_parts(self._parts_before(like.place), *more)
+        return self._parts_of_row[like.rows[0]]
 
     def total(self, like: _Likes) -> Any:
         """Bytes at these moments."""
@@ -215,7 +217,7 @@ class Timeline:
 
     def highest(self) -> dict[str, Moment]:
         """The highest moment of every phase (scalars only); of equal ones that of the later place."""
-        found = {OPTIMIZER_STEP: Moment(Place(OPTIMIZER_STEP), self._held.optimizer_parts())}
+        found = {OPTIMIZER_STEP: Moment(Place(OPTIMIZER_STEP), self._held.optimizer_parts)}
         for name, rows, likes, held_bytes in self._held.phases:
             highest = int((self._live_total[rows] + held_bytes).argmax())
             found[name] = self._moment(likes[highest], int(rows[highest]))
@@ -223,7 +225,7 @@ class Timeline:
 
     def peak_bytes(self) -> Any:
         """The highest total over all moments, elementwise over arrays of plans."""
-        peak = sum(self._held.optimizer_parts().values())
+        peak = sum(self._held.optimizer_parts.values())
         for like in self._held.likes:
             live = self._live_total[list(like.rows)].max(axis=0)
             peak = np.maximum(peak, live + self._held.total(like))
