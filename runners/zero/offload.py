@@ -5,7 +5,9 @@ Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv:21
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -61,6 +63,10 @@ class HostStepper:
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Step all; what is computed on the device from then on finds the new shards."""
+        with _threads(host_threads()):
+            self._step(gradients)
+
+    def _step(self, gradients: Sequence[Tensor]) -> None:
         if not self._gradients:
             dtype = gradients[0].dtype
             self._gradients = [_staging(self._longest, dtype) for _ in range(_BUFFERS)]
@@ -109,6 +115,28 @@ class HostStepper:
 
 def _staging(shard: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(shard.numel(), dtype=dtype, pin_memory=shard.is_cuda)
+
+
+def host_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many threads step a rank's shard: half of its share of the CPUs it may use.
+
+    torchrun leaves one to each of several ranks (OMP_NUM_THREADS), which is too few: 25 million
+    elements took it 62 ms, 16 threads 10 ms and 32 threads 8 ms on the 32 CPUs beside two H200s.
+    All of them is too many: each operation ends with its last thread, and where other processes
+    computed too, steps took 24 ms for 25 million elements and for 6 million alike.
+    """
+    ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // (2 * ranks))
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_offload(stage: int, optimizer: str, precision: str) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from runners.zero import offload
 from runners.zero.engine import ZeroEngine
-from runners.zero.offload import HostOptimizer, HostStepper
+from runners.zero.offload import HostOptimizer, HostStepper, host_threads
 from runners.zero.optimizer import ShardOptimizer
 from runners.zero.saving import load_checkpoint, save_checkpoint
 
@@ -150,3 +151,30 @@ def test_a_gpu_trains_as_if_its_optimizer_were_there(stage: int, precision: str)
         mine = offloaded.full_parameters()[name]
         tolerance = 1e-5 if precision == "fp32" else 2**-7 * float(values.abs().max())
         assert (values - mine).abs().max().item() <= tolerance, name
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(None, 16), ("1", 16), ("2", 8), ("64", 1)])
+def test_a_rank_steps_with_half_of_its_share_of_the_cpus(
+    ranks: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.os, "sched_getaffinity", lambda _: set(range(32)))
+    assert host_threads({} if ranks is None else {"LOCAL_WORLD_SIZE": ranks}) == threads
+
+
+def test_torch_s_number_of_threads_is_as_before_after_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shard = torch.zeros(8)
+    stepper = HostStepper([HostOptimizer(shard, lr=1.0)])
+    seen: list[int] = []
+    monkeypatch.setattr(offload, "host_threads", lambda: 3)
+    step = HostOptimizer.step
+
+    def noted(own: HostOptimizer, gradient: Tensor) -> None:
+        seen.append(torch.get_num_threads())
+        step(own, gradient)
+
+    monkeypatch.setattr(HostOptimizer, "step", noted)
+    before = torch.get_num_threads()
+    stepper.step([torch.ones(8)])
+    assert (seen, torch.get_num_threads()) == ([3], before)
