@@ -110,10 +110,15 @@ def predict_decode(
     """Return the times of a run's prefill and of a step half way through its timed ones, and its bytes."""
     times = StepTimes(served_model(run, spec, gpu, ran))
     weights, cache = weights_bytes(spec, run.dtype), decode_cache_bytes(run, spec)
+    cache_held = cache
     element_bytes = _ELEMENT_BYTES[run.dtype]
     rows = rows_at_once(run)
     middle = run.context + 1 + (WARMUP_STEPS + run.new_tokens - 1) // 2
     prefilling = widest_bytes(spec, rows * run.context, element_bytes) + WORKSPACE_BYTES
+    if ran.prefill_graphs and run.cache is CacheKind.PAGED:
+        # The spare page, and a workspace more where the prefill is a graph.
+        cache_held += run.page_size * spec.num_layers * _token_bytes(run, spec)
+        prefilling += WORKSPACE_BYTES * is_graphed(run)
     decoding = widest_bytes(spec, run.batch, element_bytes) + graphs_bytes(1)
     decoding += run.batch * spec.vocab_size * element_bytes
     return DecodePrediction(
@@ -121,8 +126,8 @@ def predict_decode(
         decode_time_s=times.decode_s(run.batch, run.batch * middle),
         weights_bytes=weights,
         cache_bytes=cache,
-        prefill_peak_allocated_bytes=weights + cache + prefilling,
-        decode_peak_allocated_bytes=weights + cache + decoding,
+        prefill_peak_allocated_bytes=weights + cache_held + prefilling,
+        decode_peak_allocated_bytes=weights + cache_held + decoding,
     )
 
 
@@ -174,10 +179,11 @@ def graphs_bytes(graphs: int) -> int:
     return max(3, 2 * graphs) * WORKSPACE_BYTES
 
 
-def serve_peak_bytes(run: ServeRun, spec: ModelSpec) -> int:
+def serve_peak_bytes(run: ServeRun, spec: ModelSpec, ran: RanAs = TODAY) -> int:
     """Return the most bytes that serving a trace allocates: weights, pages, a chunk and the graphs.
 
-    Steps are captured at every power of two of rows, and at all of them.
+    Steps are captured at every power of two of rows, and at all of them, each with a workspace of its own; all
+    prefills share one. Before prefills were graphs, steps were captured last and held two.
     """
     widths = {min(run.rows, 1 << (rows - 1).bit_length()) for rows in range(1, run.rows + 1)}
     element_bytes = _ELEMENT_BYTES[run.dtype]
@@ -187,7 +193,11 @@ def serve_peak_bytes(run: ServeRun, spec: ModelSpec) -> int:
     held += widest_bytes(spec, min(run.chunk_tokens, longest), element_bytes)
     if not run.graphs:
         return held + WORKSPACE_BYTES
-    return held + graphs_bytes(len(widths)) + sum(widths) * spec.vocab_size * element_bytes
+    held += sum(widths) * spec.vocab_size * element_bytes
+    if not ran.prefill_graphs:
+        return held + graphs_bytes(len(widths))
+    page = run.page_size * spec.num_layers * _token_bytes(run, spec)
+    return held + page + (len(widths) + 1) * WORKSPACE_BYTES
 
 
 def check_room(run: ServeRun, spec: ModelSpec, gpu: Gpu) -> None:
@@ -213,7 +223,14 @@ def compare_served(row: RecordedRow) -> list[Comparison]:
     if row.kind is Kind.SERVE:
         served, spec = parse_serve(row.spec["serve"])
         return _comparisons(
-            [("serve_allocated", serve_peak_bytes(served, spec), "allocated_bytes")], row.measured
+            [
+                (
+                    "serve_allocated",
+                    serve_peak_bytes(served, spec, RanAs.of(row.kind, row.measured)),
+                    "allocated_bytes",
+                )
+            ],
+            row.measured,
         )
     run, spec = parse_decode(row.spec["decode"])
     found = predict_decode(run, spec, gpu, RanAs.of(row.kind, row.measured))
@@ -248,9 +265,13 @@ def waits_for_host(row: RecordedRow, run: DecodeRun) -> bool:
 
     Its time is the host's, which was up to twice as slow in one session as in another.
     """
+    return is_graphed(run) and "prefill_graph" not in row.measured
+
+
+def is_graphed(run: DecodeRun) -> bool:
+    """Whether a run's prefill is a CUDA graph today."""
     tokens = rows_at_once(run) * run.context
-    is_graph_today = run.graphs and run.cache is CacheKind.PAGED and tokens <= MAX_GRAPH_TOKENS
-    return is_graph_today and "prefill_graph" not in row.measured
+    return run.graphs and run.cache is CacheKind.PAGED and tokens <= MAX_GRAPH_TOKENS
 
 
 def rows_at_once(run: DecodeRun) -> int:

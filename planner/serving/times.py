@@ -47,7 +47,7 @@ DECODE_ROWS = frozenset(
         "e747d32afa5bafb0",
     )
 )
-SERVE_ROWS = frozenset(("4b9cdfe1b06d1b35", "b7dcbad6e5500c05"))
+SERVE_ROWS = frozenset(("4b9cdfe1b06d1b35", "b7dcbad6e5500c05", "df40b0c8d35820ec"))
 PREFILL_ROWS = frozenset(("b5840a901a294d25", "60e281f0617861be", "79237c4ebf67330a"))
 
 # Fitted to Llama-3.2-1B at batch 16 over 512 tokens, which is almost all small kernels.
@@ -59,11 +59,11 @@ _MANY_TOKENS = 2 * MOST_FEW_TOKENS
 # as the curves are: fitted to Llama-3.1-8B's fp8 caches of 16 x 4,096 and 32 x 8,192 tokens.
 _PAGED_TILE_S = 0.7e-6
 _TILE_TOKENS, _PROGRAMS_PER_MULTIPROCESSOR = 64, 2
-# A GPU that computes without a pause runs into its power limit: products and attention take longer than
-# when measured alone, whose rates are for single calls. Fitted to Llama-3.1-8B's prefill of 16 x 1,024 and
-# Llama-3.2-1B's of 32 x 8,192 tokens; a product repeated for long takes 1.18 times as long (the
-# "sustained" points of planner/speed/h200.json).
-_POWER_FACTOR = 1.09
+# A GPU that computes for long runs into its power limit, and one that has rested computes faster than the
+# curves of calls repeated, which are between. Prefills of up to 22 ms take 0.87 of these, from 60 ms on 1.09 (a
+# product repeated for long: 1.18, the "sustained" points of planner/speed/h200.json). Fitted to Llama-3.1-8B's and
+# Llama-3.2-1B's lone prefills of 64 to 4,096 tokens, and to their prefills of 16 x 1,024 and 32 x 8,192.
+_POWER_TIMES_S, _POWER_FACTORS = (22e-3, 60e-3), (0.87, 1.09)
 # Experts of a random router are visited unevenly: their grouped products take longer than even ones of
 # the curves, and reach only so much of the sheet's FLOPs. Both fitted to Qwen3-30B-A3B at batch 16.
 _UNEVEN_FACTOR, _UNEVEN_SHARE = 1.17, 0.26
@@ -86,6 +86,9 @@ _HOST_OWN_S = 135e-6
 _HOST_TORCH_S = 26e-6
 # Before a prefill's graph a dozen small operations put tokens and block tables where it reads them.
 _REPLAY_S = 12 * _HOST_TORCH_S
+# What our engine's host does in a step while the GPU waits: fitted to the first trace that was served with
+# prefills as graphs, of Llama-3.2-1B.
+_STEP_HOST_S = 0.11e-3
 # Kernels and slices by which a chunk's layer gathers the pages of what lies before it.
 _GATHERING_KERNELS = 6
 _OWN_KERNELS = ("norms", "activation", "rotary")
@@ -170,10 +173,13 @@ class StepTimes:
         decode_batch: int,
         decode_context_total: int,
     ) -> float:
-        """Return the seconds of a chunk of one prompt and a decode step after it; either may be none."""
+        """Return the seconds of a chunk of one prompt and a decode step after it; either may be none.
+
+        With them goes what an engine's host does in a step: admit, take pages, read the tokens.
+        """
         prefill = self.prefill_s(prefill_tokens, prefill_context) if prefill_tokens else 0.0
         decode = self.decode_s(decode_batch, decode_context_total) if decode_batch else 0.0
-        return prefill + decode
+        return prefill + decode + _STEP_HOST_S
 
     def prefill_parts(
         self, num_tokens: int, context_tokens: int = 0, rows: int = 1
@@ -183,10 +189,9 @@ class StepTimes:
             given = f"{rows} rows of {num_tokens} tokens after {context_tokens}"
             raise ValueError(f"a prefill of {given}; it needs a row and a token at least")
         tokens = num_tokens * rows
-        parts = (
-            *self._forward(tokens, rows),
-            self._prefill_attention(num_tokens, context_tokens, rows),
-        )
+        parts = self._prefilling(num_tokens, context_tokens, rows, 1.0)
+        factor = _power_factor(_total_s(parts))
+        parts = self._prefilling(num_tokens, context_tokens, rows, factor)
         is_few = tokens <= MAX_GRAPH_TOKENS and context_tokens < self.served.graphed_tokens
         if self.served.graphs and is_few:
             replay = StepPart(
@@ -196,22 +201,33 @@ class StepTimes:
         gathering = _GATHERING_KERNELS * self.part.num_layers if context_tokens else 0
         return (*parts, *self._host_part(parts, gathering))
 
+    def _prefilling(
+        self, num_tokens: int, context_tokens: int, rows: int, power: float
+    ) -> tuple[StepPart, ...]:
+        return (
+            *self._forward(num_tokens * rows, rows, power),
+            self._prefill_attention(num_tokens, context_tokens, rows, power),
+        )
+
     def decode_parts(self, batch: int, total_context_tokens: int) -> tuple[StepPart, ...]:
         """Return what `decode_s` adds up. Raises ValueError for no sequences."""
         if batch < 1 or total_context_tokens < 0:
             given = f"{batch} sequences of {total_context_tokens} tokens together"
             raise ValueError(f"a decode step of {given}; it needs a sequence at least")
         parts = (
-            *self._forward(batch, batch),
+            *self._forward(batch, batch, 1.0),
             self._decode_attention(batch, total_context_tokens),
         )
         return parts if self.served.graphs else (*parts, *self._host_part(parts, 0))
 
-    def _forward_parts(self, tokens: int, logit_rows: int) -> tuple[StepPart, ...]:
-        """Everything but attention: the same for prefill and decode of as many tokens."""
+    def _forward_parts(self, tokens: int, logit_rows: int, power: float) -> tuple[StepPart, ...]:
+        """Everything but attention: the same for prefill and decode of as many tokens.
+
+        Products that are bound by FLOPs take `power` times as long as their curves say.
+        """
         work, few = self.work, self.work.element_bytes
-        products = self._products("products", work.products, tokens)
-        head = self._products("head", (work.head,), logit_rows)
+        products = self._products("products", work.products, tokens, power)
+        head = self._products("head", (work.head,), logit_rows, power)
         moved = sum(one.count * _moved(one, tokens) for one in work.streams)
         time_s = sum(
             one.count * self._stream_s(_moved(one, tokens), one.kind) for one in work.streams
@@ -224,9 +240,11 @@ class StepTimes:
         )
         return tuple(part for part in (products, head, small, *self._sent(tokens, logit_rows)))
 
-    def _products(self, name: str, products: Iterable[Product], tokens: int) -> StepPart:
+    def _products(
+        self, name: str, products: Iterable[Product], tokens: int, power: float
+    ) -> StepPart:
         listed = tuple(products)
-        sizes = [self._times_and_bytes(one, tokens) for one in listed]
+        sizes = [self._times_and_bytes(one, tokens, power) for one in listed]
         flops = sum(
             2.0
             * one.count
@@ -242,7 +260,7 @@ class StepTimes:
         bound = "compute" if flops / peak > moved / self.rates.memory_bytes_s else "hbm"
         return StepPart(name=name, flops=flops, bytes=moved, time_s=time_s, bound=bound)
 
-    def _times_and_bytes(self, product: Product, tokens: int) -> tuple[float, float]:
+    def _times_and_bytes(self, product: Product, tokens: int, power: float) -> tuple[float, float]:
         """Seconds and HBM bytes of one product; of a mixture those of all experts that are visited."""
         visited, rows = 1.0, float(tokens)
         if product.experts:
@@ -251,14 +269,16 @@ class StepTimes:
             rows = tokens * self.part.experts_per_token / visited
         wide = visited * rows * (product.inner + product.columns) * self.work.element_bytes
         moved = visited * product.weight_bytes + wide
-        many_s = self._many_s(product, visited, rows, moved) + _BETWEEN_KERNELS_S
+        many_s = self._many_s(product, visited, rows, moved, power) + _BETWEEN_KERNELS_S
         if product.experts or tokens >= _MANY_TOKENS:
             return many_s, moved
         few_s = self._slower * few_tokens_s(product.weight_bytes, float(tokens))
         between = max(0.0, tokens / MOST_FEW_TOKENS - 1.0)
         return few_s + between * (many_s - few_s), moved
 
-    def _many_s(self, product: Product, visited: float, rows: float, moved: float) -> float:
+    def _many_s(
+        self, product: Product, visited: float, rows: float, moved: float, power: float
+    ) -> float:
         """The measured product's time, with the bytes that are read where weights are quantised."""
         dtype = "fp32" if self.work.element_bytes == 4 else "bf16"
         sizes = (
@@ -279,7 +299,7 @@ class StepTimes:
         taken_s = measured_s * float(np.hypot(computed_s, read_s) / np.hypot(computed_s, full_s))
         if product.experts:
             return max(_UNEVEN_FACTOR * taken_s, computed_s / _UNEVEN_SHARE)
-        return (_POWER_FACTOR if computed_s > full_s else 1.0) * taken_s
+        return (power if computed_s > full_s else 1.0) * taken_s
 
     def _stream_s(self, size_bytes: float, kind: int = COPY) -> float:
         """A kernel that moves so many bytes, and what passes before it.
@@ -344,7 +364,9 @@ class StepTimes:
             return 2.0 * (part.query_size + part.attended_size)
         return 2.0 * part.num_heads * (2 * part.latent.kv_rank + part.latent.rope_dim)
 
-    def _prefill_attention(self, num_tokens: int, context_tokens: int, rows: int) -> StepPart:
+    def _prefill_attention(
+        self, num_tokens: int, context_tokens: int, rows: int, power: float
+    ) -> StepPart:
         """Causal attention of new tokens over themselves and what lies before them, and its cache."""
         part, sliding = self.part, self.part.num_sliding_layers
         full = part.num_layers - sliding
@@ -358,7 +380,7 @@ class StepTimes:
             pairs = _pairs(num_tokens, context_tokens, window)
             one = 2.0 * rows * pairs * (part.query_size + part.attended_size)
             flops += layers * one
-            time_s += layers * self._fresh_s(num_tokens, context_tokens, rows, one)
+            time_s += layers * power * self._fresh_s(num_tokens, context_tokens, rows, one)
             time_s += layers * self._stream_s(written)
             moved += layers * written
             if context_tokens:
@@ -380,7 +402,7 @@ class StepTimes:
         taken_s = float(self.rates.attention_s(kind, heads, total, head_dim, flops))
         tail = _tail(num_tokens, heads, self.rates) / _tail(total, heads, self.rates)
         faster = _HOPPER_OVER_SDPA if is_hopper else 1.0
-        return _POWER_FACTOR * taken_s * tail / faster + _BETWEEN_KERNELS_S
+        return taken_s * tail / faster + _BETWEEN_KERNELS_S
 
     def _sent(self, tokens: int, logit_rows: int) -> tuple[StepPart, ...]:
         """Two all-reduces of the hidden states for each layer, one after the embedding's rows; logits.
@@ -418,6 +440,12 @@ class StepTimes:
         if waited_s <= 0:
             return ()
         return (StepPart(name="host_waiting", flops=0.0, bytes=0.0, time_s=waited_s, bound="host"),)
+
+
+def _power_factor(time_s: float) -> float:
+    """Return how many times as long as its curves a forward of so many seconds computes."""
+    found = np.interp(np.log(time_s), np.log(_POWER_TIMES_S), _POWER_FACTORS)
+    return round(float(found), 3)
 
 
 def _host_s(part: ModelSpec, work: ForwardWork) -> float:

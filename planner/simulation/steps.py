@@ -6,24 +6,25 @@ from functools import lru_cache
 
 from planner.simulation.server import StepTime
 
-# Contexts are rounded to so many tokens: of an 8B model 2 MiB and 32 MiB of cache, microseconds.
-_PREFILL_GRAIN, _DECODE_GRAIN = 16, 256
+# Contexts at which a decode step is asked for; between them its time goes by a straight line.
+_GRAIN_TOKENS = 1024
 _REMEMBERED = 1 << 16
 
 
 class RememberedSteps:
-    """Prefill and decode times of `times`, each looked up once for alike contexts.
+    """Prefill and decode times of `times`, each looked up once, those of decoding between alike contexts.
 
     A chunk takes the time of the next multiple of `part_tokens`: the graph that runs it is as long.
     """
 
     def __init__(self, times: StepTime, part_tokens: int = 1) -> None:
         self._part_tokens = part_tokens
+        self._empty_s = times.step_s(0, 0, 0, 0)
         self._prefill_s = lru_cache(_REMEMBERED)(
-            lambda tokens, context: times.step_s(tokens, context * _PREFILL_GRAIN, 0, 0)
+            lambda tokens, context: times.step_s(tokens, context, 0, 0) - self._empty_s
         )
         self._decode_s = lru_cache(_REMEMBERED)(
-            lambda batch, context: times.step_s(0, 0, batch, context * _DECODE_GRAIN)
+            lambda batch, grains: times.step_s(0, 0, batch, grains * _GRAIN_TOKENS) - self._empty_s
         )
 
     def step_s(
@@ -33,11 +34,14 @@ class RememberedSteps:
         decode_batch: int,
         decode_context_total: int,
     ) -> float:
-        """Return the seconds of one step: a chunk's forward, then the decode's."""
-        total_s = 0.0
+        """Return the seconds of one step: a chunk's forward, the decode's, and what every step takes."""
+        total_s = self._empty_s
         if prefill_tokens:
             padded = -(-prefill_tokens // self._part_tokens) * self._part_tokens
-            total_s += self._prefill_s(padded, round(prefill_context / _PREFILL_GRAIN))
+            total_s += self._prefill_s(padded, prefill_context)
         if decode_batch:
-            total_s += self._decode_s(decode_batch, round(decode_context_total / _DECODE_GRAIN))
+            grains, rest = divmod(decode_context_total, _GRAIN_TOKENS)
+            before_s = self._decode_s(decode_batch, grains)
+            after_s = self._decode_s(decode_batch, grains + 1)
+            total_s += before_s + (after_s - before_s) * rest / _GRAIN_TOKENS
         return total_s

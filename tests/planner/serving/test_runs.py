@@ -15,6 +15,7 @@ from planner.hardware import resolve_gpu
 from planner.records import RecordedRow, read_file
 from planner.serve_run import parse_serve
 from planner.serving.runs import (
+    RanAs,
     compare_served,
     decode_cache_bytes,
     predict_decode,
@@ -61,7 +62,11 @@ def test_prefill_holds_five_hidden_states_and_a_gated_mlp_beside_weights_and_cac
     held = found.weights_bytes + found.cache_bytes
     wide = 2048 * (5 * 4096 + 3 * 14336) * 2
     assert found.weights_bytes == 2 * 8_030_261_248
-    assert found.prefill_peak_allocated_bytes == held + wide + 32 * MIB
+    # A workspace, the graph's, and the spare page of 64 tokens.
+    spare = 64 * 131_072
+    assert found.prefill_peak_allocated_bytes == held + wide + spare + 2 * 32 * MIB
+    before = predict_decode(run, spec, H200, RanAs(prefill_graphs=False))
+    assert before.prefill_peak_allocated_bytes == held + wide + 32 * MIB
 
 
 def test_rows_are_prefilled_as_many_at_once_as_have_32768_tokens() -> None:
@@ -72,15 +77,15 @@ def test_rows_are_prefilled_as_many_at_once_as_have_32768_tokens() -> None:
     )
 
 
-def test_serving_holds_a_workspace_twice_for_every_width_that_is_captured() -> None:
+def test_serving_holds_a_workspace_for_every_width_that_is_captured_and_for_prefills() -> None:
     trace = [{"arrival_s": 0.0, "prompt_tokens": 100, "new_tokens": 20}]
     model = {"preset": "meta-llama/Llama-3.2-1B"}
     run, spec = parse_serve({"model": model, "trace": trace, "rows": 6, "pages": 10})
-    # Widths 1, 2, 4 and 6: eight workspaces, and the logits of 13 rows.
-    cache = 10 * 64 * 16 * 2 * 8 * 64 * 2
+    # Widths 1, 2, 4 and 6: five workspaces, the logits of 13 rows, and a spare page.
+    cache = 11 * 64 * 16 * 2 * 8 * 64 * 2
     wide = 100 * (5 * 2048 + 3 * 8192) * 2
     logits = 13 * 128_256 * 2
-    assert serve_peak_bytes(run, spec) == 2_471_628_800 + cache + wide + logits + 8 * 32 * MIB
+    assert serve_peak_bytes(run, spec) == 2_471_628_800 + cache + wide + logits + 5 * 32 * MIB
 
 
 def test_predictions_of_recorded_rows_stay_as_near_as_they_are(rows: list[RecordedRow]) -> None:

@@ -48,9 +48,12 @@ def test_a_prompt_in_chunks_has_the_attention_of_the_whole() -> None:
 def test_a_step_with_both_takes_as_long_as_one_after_the_other() -> None:
     found = times()
     both = found.prefill_s(512, 1024) + found.decode_s(8, 8000)
-    assert found.step_s(512, 1024, 8, 8000) == both
-    assert found.step_s(0, 0, 8, 8000) == found.decode_s(8, 8000)
-    assert found.step_s(512, 1024, 0, 0) == found.prefill_s(512, 1024)
+    assert found.step_s(512, 1024, 8, 8000) - both == pytest.approx(
+        found.step_s(512, 1024, 0, 0) - found.prefill_s(512, 1024)
+    )
+    host_s = found.step_s(0, 0, 8, 8000) - found.decode_s(8, 8000)
+    assert 0 < host_s < 1e-3
+    assert found.step_s(512, 1024, 0, 0) - found.prefill_s(512, 1024) == pytest.approx(host_s)
 
 
 @pytest.mark.parametrize("dtype", [WeightsDtype.FP8, WeightsDtype.INT4])
@@ -87,3 +90,21 @@ def test_a_gpu_that_was_not_measured_says_so() -> None:
     assert times().is_measured and not other.is_measured
     assert other.source.startswith("sheet of")
     assert other.decode_s(1, 1000) > times().decode_s(1, 1000)
+
+
+def test_a_short_prefill_computes_faster_than_a_long_one() -> None:
+    """By 1.09 / 0.87 for each token's products, which a GPU in its power limit does more slowly."""
+    found = times()
+
+    def each_s(tokens: int, rows: int) -> float:
+        return found.prefill_parts(tokens, 0, rows)[0].time_s / (tokens * rows)
+
+    assert each_s(1024, 16) / each_s(1024, 1) > 1.1
+    assert found.prefill_s(1024) < 22e-3 < found.prefill_s(1024, 0, 2)
+
+
+def test_a_prefill_without_a_graph_takes_the_host_s_time() -> None:
+    assert times(graphed_tokens=0).prefill_s(512) > 2 * times().prefill_s(512)
+    many = times().prefill_s(8192, 0, 2)
+    assert times(graphed_tokens=0).prefill_s(8192, 0, 2) == many
+    assert times(graphed_tokens=4096).prefill_s(512, 4096) > 2 * times().prefill_s(512, 4096)
