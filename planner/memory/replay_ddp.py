@@ -8,11 +8,12 @@ from math import prod
 from planner.memory.adapters import trained_groups
 from planner.memory.ddp import bucket_bytes, in_order, model_order, owned
 from planner.memory.nf4 import nf4_tensors
+from planner.memory.optimizers import tensor_states
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
 from planner.memory.states import Precisions
 from planner.model import ModelSpec
-from planner.units import MIB_BYTES
+from planner.units import GIB_BYTES, MIB_BYTES
 from planner.workload import Parallelism, TrainingWorkload
 
 # DDP broadcasts the first values in flat pieces of this size, two at a time.
@@ -20,6 +21,10 @@ _BROADCAST_BYTES = 250 * MIB_BYTES
 _IN_FLIGHT = 2
 _BF16_BYTES = 2
 _FIRST_BUCKET = ("bucket", "first")
+# NCCL's watchdog looks every 100 ms at what has finished and lets go of its tensors with the next
+# collective (torch 2.11, ProcessGroupNCCL.cpp, kWatchdogThreadSleepMillis). Taking that many bytes of
+# states from the driver and stepping them the first time is longer: 32 GB let go, 14 GB did not.
+_WATCHED_BYTES = 20 * GIB_BYTES
 
 
 class DdpReplay(EngineBase):
@@ -95,12 +100,17 @@ class DdpReplay(EngineBase):
     def _rebuild_buckets(self) -> None:
         memory = self._memory
         begins_step = self._workload.grad_accumulation == 1 or not self.reduces_each
-        if self._ranks == 1 and begins_step:
+        if begins_step and (self._ranks == 1 or self._states_bytes() > _WATCHED_BYTES):
             memory.give(_FIRST_BUCKET)
         for number, size_bytes in enumerate(bucket_bytes(self._gradients[::-1])):
             memory.take(("bucket", number), size_bytes)
         if self._ranks == 1:
             memory.give(_FIRST_BUCKET)  # gradients of a micro-batch were copied out of it
+
+    def _states_bytes(self) -> int:
+        """Bytes of the states that the first step made."""
+        kind = self._workload.optimizer
+        return sum(s.size_bytes for tensor in self._stepped for s in tensor_states(kind, tensor))
 
     def first_gradient(self, group: int, layer: int) -> None:
         """Nothing: the buckets are there already."""
