@@ -18,8 +18,10 @@ from planner.calibration import sheet_of
 from planner.decode_run import AttentionBackend, CacheDtype, check_positions, parse_decode
 from planner.errors import PlanError
 from planner.plan import Plan
+from planner.records import Kind
 from planner.serve_run import TraceRequest, padded_tokens, parse_trace
 from planner.serving.capacity import CAPACITY_COLUMNS, Capacity, ServingEngine, capacity_cells
+from planner.serving.runs import TODAY, RanAs
 from planner.serving_levers import (
     Lever,
     ServingAnswer,
@@ -196,7 +198,7 @@ def _stored_decodes(url: str) -> list[dict[str, Any]]:
             gpu = sheet_of(row.environment or {})
             if gpu is None or "decode_time_s" not in row.measured:
                 continue
-            if run.attention is not AttentionBackend.PEAKMARK:
+            if run.attention is not AttentionBackend.PEAKMARK or not (run.graphs and run.fused):
                 continue
             is_own = run.cache_dtype is CacheDtype.MODEL
             here = row.origin is Origin.HERE
@@ -220,11 +222,11 @@ def _stored_decodes(url: str) -> list[dict[str, Any]]:
 
 @st.cache_data(max_entries=4, ttl=MEASURED_TTL_S, show_spinner=False)
 def compared_traces(url: str) -> list[dict[str, Any]]:
-    """Return every stored serving run's percentiles, simulated today beside measured."""
+    """Return percentiles of every stored run that was served as today, simulated beside measured."""
     rows = []
     for row in measurements(services.database(), kinds=[RunKind.SERVE]):
         found = simulated_row(row.spec, row.environment, row.measured)
-        if found is None:
+        if found is None or RanAs.of(Kind.SERVE, row.measured) != TODAY:
             continue
         name = found.model.name.rsplit("/", 1)[-1]
         what = f"{name}, {len(found.run.trace)} requests"

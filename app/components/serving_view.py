@@ -167,8 +167,8 @@ def _capacity(point: ServingPoint) -> None:
         charts.capacity_figure(lines, point.held_tokens),
         key="serving_capacity",
         title="How many requests fit",
-        caption="Predicted: device bytes that the engine may take, less weights, the larger phase's "
-        "activations and the CUDA context, over the cache of a request that holds so many tokens. The dotted "
+        caption="Predicted: device bytes that the engine may take, less weights, a chunk's activations, "
+        "CUDA graphs and the CUDA context, over the cache of a request that holds so many tokens. The dotted "
         "line is the request above, half way through its answer.",
         rows=[
             {"choice": name, "tokens": tokens, "requests": most}

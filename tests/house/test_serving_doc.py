@@ -34,8 +34,9 @@ def test_every_recorded_row_has_its_line(script: Any) -> None:
     kinds = [row.kind.value for row in rows]
     assert sum("static over ours" in line for line in lines) == 1
     measured = [line for line in lines if line.startswith("| ") and " ms |" in line]
-    # A decode run has one line, a served trace one for first tokens and one for the rest.
-    assert len(measured) == kinds.count("decode") + 2 * kinds.count("serve")
+    # A decode run has one line, a served trace one for first tokens and one for the rest, and one for each peer.
+    peers = sum("latency" in one for row in rows for one in row.measured.get("peers", {}).values())
+    assert len(measured) == kinds.count("decode") + 2 * kinds.count("serve") + peers
 
 
 def test_a_document_without_its_marks_is_not_touched(script: Any) -> None:
