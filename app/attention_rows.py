@@ -17,6 +17,7 @@ from db.types import Origin, RunKind
 from planner.attention.answer import WORDS, AttentionAnswer
 from planner.attention.measured import Seen, best_of, seen_in_benches, seen_in_row
 from planner.attention.problem import EXACT_VARIANTS, AttentionProblem, Variant
+from planner.units import format_share
 
 MEASURED_TTL_S = 20
 BENCHES = RECORDED_DIRECTORY / "kernels"
@@ -158,7 +159,8 @@ def findings(found: AttentionAnswer, show: Callable[[float], str]) -> list[str]:
     changed = [one for one in found.variants if not one.exact]
     if ours is not None and changed:
         shares = ", ".join(
-            f"{WORDS[one.variant]} {one.forward.flops / ours.forward.flops:.1%}" for one in changed
+            f"{WORDS[one.variant]} {format_share(one.forward.flops / ours.forward.flops)}"
+            for one in changed
         )
         sentences.append(
             f"**Algorithms** compute fewer products, of ours: {shares}. A model gives other results "

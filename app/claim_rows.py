@@ -15,7 +15,9 @@ from db.database import display_name, resolve_url
 from db.measurements import measurements
 from db.types import Origin, RunKind
 from planner.attention.problem import Variant, parse_problem
-from planner.claims.answers import answers
+from planner.claims.answers import answer
+from planner.claims.claim import Claim
+from planner.claims.evidence import Evidence
 from planner.plan import Plan, parse_plan
 
 STORED_TTL_S = 60
@@ -23,16 +25,24 @@ KINDS = (RunKind.ATTENTION, RunKind.TRAIN_STEP)
 PLAN_PAGE, ATTENTION_PAGE = "app_pages/plan.py", "app_pages/attention.py"
 
 
-def claim_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return every claim (see `planner.claims.claim.Answer`), with a figure for `plan` beside."""
-    return _claim_rows(display_name(resolve_url(None)), plan_key(plan), plan)
+def claim_row(plan: Plan, claim: Claim) -> dict[str, Any]:
+    """Return one claim (see `planner.claims.claim.Answer`), with a figure for `plan` beside.
+
+    All of them take seconds at first: a page draws one after the other.
+    """
+    return _claim_row(display_name(resolve_url(None)), plan_key(plan), claim.id, plan, claim)
 
 
-@st.cache_data(max_entries=20, ttl=STORED_TTL_S, show_spinner="Computing every claim…")
-def _claim_rows(url: str, key: PlanKey, _plan: Plan) -> list[dict[str, Any]]:
+@st.cache_data(max_entries=500, ttl=STORED_TTL_S, show_spinner=False)
+def _claim_row(url: str, key: PlanKey, name: str, _plan: Plan, _claim: Claim) -> dict[str, Any]:
+    return answer(_claim, _plan, _evidence(url)).to_dict()
+
+
+@st.cache_resource(max_entries=2, ttl=STORED_TTL_S, show_spinner=False)
+def _evidence(url: str) -> Evidence:
     rows = measurements(services.database(), kinds=list(KINDS))
-    here = [row.id for row in rows if row.origin is Origin.HERE]
-    return [one.to_dict() for one in answers(_plan, rows, here)]
+    here = (row.id for row in rows if row.origin is Origin.HERE)
+    return Evidence(rows=tuple(rows), here=frozenset(here))
 
 
 def figure_rows(claim: Mapping[str, Any], sizes: str) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from app.commands import (
     import_rows,
     levers,
     plan,
+    presets,
     profile,
     prove,
     quality,
@@ -51,6 +52,7 @@ app.command("profile")(profile.profile_command)
 app.command("quality")(quality.quality_command)
 app.command("claims")(claims.claims_command)
 app.command("export")(export.export_command)
+app.command("presets")(presets.presets_command)
 app.command("worker")(worker.worker_command)
 app.add_typer(runs.app, name="runs")
 app.add_typer(experiments.app, name="experiments")

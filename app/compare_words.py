@@ -7,7 +7,7 @@ from typing import Any
 
 from app.plan_links import LETTERS
 from planner.difference import DifferenceRow, alike, percent, signed
-from planner.units import format_count, format_seconds
+from planner.units import format_count, format_seconds, format_share
 
 NOTHING = "—"
 Show = Callable[[float], str]
@@ -25,7 +25,7 @@ def value_text(row: DifferenceRow, value: Any, size: Show) -> str:
         return f"{value:,}" if isinstance(value, int) else str(value).replace("_", " ")
     shown = {
         "s": lambda: format_seconds(value) if value else "0",
-        "share": lambda: f"{value:.1%}",
+        "share": lambda: format_share(value),
         "per_s": lambda: f"{value:,.0f}",
     }
     return shown.get(row.unit, lambda: format_count(value))()

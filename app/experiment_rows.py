@@ -24,7 +24,7 @@ from planner.experiments.groups import (
 )
 from planner.experiments.lines import FIGURES, Line, SeenRun, columns, lines_of
 from planner.experiments.variables import Kind, spec_variables
-from planner.units import format_seconds
+from planner.units import format_seconds, format_share
 from planner.workload import Parallelism, ServingWorkload, TrainingWorkload, flat_dict
 
 SHORT_ID = 8
@@ -206,7 +206,9 @@ def _spread_words(group: Group, figure: str, size: Show) -> dict[str, str]:
         "runs": f"{spread.count if spread else 0} of {len(group.lines)}",
         "median": figure_text(figure, spread.median if spread else None, size),
         "min to max": f"{low} to {high}" if several else "",
-        "variation": f"{spread.variation:.2%}" if spread and spread.variation is not None else "",
+        "variation": format_share(spread.variation, 2)
+        if spread and spread.variation is not None
+        else "",
     }
 
 

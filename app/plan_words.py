@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.units import format_seconds
+from planner.units import format_seconds, format_share
 
 
 def variant_words(values: Mapping[str, Any]) -> list[str]:
@@ -63,7 +63,7 @@ def speed_detail(throughput: Mapping[str, Any]) -> str:
     return (
         f"{phases}. The GPU works {format_seconds(throughput['gpu_s'])}, the host "
         f"{format_seconds(throughput['host_s'])}; at the vendor's peaks the operations would take "
-        f"{share:.0%} of the step. HFU {throughput['hfu']:.1%}."
+        f"{format_share(share, 0)} of the step. HFU {format_share(throughput['hfu'])}."
     )
 
 

@@ -15,6 +15,7 @@ from planner.communication import NETWORK_ID, link_bytes_s
 from planner.interconnects import interconnect, interconnects
 from planner.plan import Plan
 from planner.same_run import geometric_mean, same_run_pairs
+from planner.units import format_share
 from planner.workload import Engine
 from planner.zero import plan_links, remainder, stage_savings, training, work_of, zero_table
 
@@ -172,7 +173,8 @@ def _saving(below: Mapping[str, Any], row: Mapping[str, Any], show: Show) -> str
         effect = "saves nothing at the peak"
     else:
         word = "saves" if saved > 0 else "costs"
-        effect = f"{word} **{show(abs(saved))}** ({share:.0%} of stage {stage - 1}'s peak)"
+        part = format_share(share, 0)
+        effect = f"{word} **{show(abs(saved))}** ({part} of stage {stage - 1}'s peak)"
     sent = _sent_bytes(row) - _sent_bytes(below)
     if abs(sent) <= 0.01 * max(_sent_bytes(below), 1):
         return f"{name} {effect} and sends as much."
@@ -196,13 +198,13 @@ def remainder_sentences(found: Mapping[str, Any], show: Show) -> list[str]:
         ]
     sentences = [
         f"**ZeRO is not the answer here:** with {stage}, activations, logits and temporaries are "
-        f"{show(model)} of {show(peak)} at the peak ({share:.0%}). No stage and no number of ranks "
+        f"{show(model)} of {show(peak)} at the peak ({format_share(share, 0)}). No stage and no number of ranks "
         f"goes below that; all that sharding can still take is {show(found['state_bytes'])}."
     ]
     if found["levers"]:
         options = [
             f"{lever['change']} ({show(lever['allocated_bytes'])}, "
-            f"−{1 - lever['allocated_bytes'] / peak:.0%})"
+            f"−{format_share(1 - lever['allocated_bytes'] / peak, 0)})"
             for lever in found["levers"]
         ]
         sentences.append(f"What would lower the peak instead: {'; '.join(options)}.")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from planner.plan import Plan
 from planner.predict import predict
 from planner.sweep import SIZES, SPREAD, WORK, Swept
-from planner.units import format_bytes
+from planner.units import format_bytes, format_count, format_share
 from planner.verdict import State
 
 # Step times are predicted no better than this: closer plans are as good as one another.
@@ -76,10 +76,11 @@ class Best:
         row, name = self.row, "fastest" if self.aim is Aim.FASTEST else "cheapest per token"
         most = show(self.plan.hardware.visible_bytes)
         number = _number(self.admissible, "combination")
-        margin = f" with {self.margin:.0%} of the GPU free" if self.margin else ""
+        margin = f" with {format_share(self.margin, 0)} of the GPU free" if self.margin else ""
         found = (
             f"Run {choice_words(row)}: the {name} of {number} that fit{margin}, "
-            f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_per_gpu']:,.0f} per GPU) with "
+            f"{format_count(row['tokens_per_s'])} tokens/s "
+            f"({format_count(row['tokens_per_s_per_gpu'])} per GPU) with "
             f"{show(row['device_bytes'])} of {most} per GPU"
         )
         return f"{found}; {self._why(show)}."
@@ -87,9 +88,7 @@ class Best:
     def _why(self, show: Callable[[int], str]) -> str:
         reasons = [self._limit(show)]
         if self.alike:
-            others = (
-                f"{self.alike:,} other{'s are' if self.alike > 1 else ' is'} within {ALIKE:.0%}"
-            )
+            others = f"{self.alike:,} other{'s are' if self.alike > 1 else ' is'} within {format_share(ALIKE, 0)}"
             if self.leanest is not None:
                 size = show(self.leanest["device_bytes"])
                 others += f", the leanest with {size} ({differences(self.leanest, self.row)})"
@@ -108,7 +107,9 @@ class Best:
             State.TIGHT: f"needs {size}, which is tight",
             State.FITS: f"needs {size}, which leaves too little",
         }[State(self.better["verdict"])]
-        return f"{differences(self.better, self.row)} would be {gain:.1%} better but {why}"
+        return (
+            f"{differences(self.better, self.row)} would be {format_share(gain)} better but {why}"
+        )
 
 
 def _number(count: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from planner.errors import PlanError
 from planner.plan import Plan, parse_plan
 from planner.predict import predict
+from planner.units import format_share
 from planner.workload import Parallelism, ServingWorkload, TrainingWorkload, flat_dict
 
 MAX_PLANS = 4
@@ -342,7 +343,7 @@ def percent(share: float) -> str:
     """Return a relative change with its sign, such as "+12.5%"; from tenfold on how often, "× 16"."""
     if share >= 9:
         return f"× {share + 1:,.{0 if share >= 99 else 1}f}"
-    return f"{'−' if share < 0 else '+'}{abs(share):.1%}"
+    return f"{'−' if share < 0 else '+'}{format_share(abs(share))}"
 
 
 def signed(value: float, show: Callable[[float], str]) -> str:

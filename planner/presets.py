@@ -61,6 +61,7 @@ def model_presets() -> tuple[ModelPreset, ...]:
     return tuple(preset for preset in all_presets() if preset.supported)
 
 
+_NEAR = 3
 # All but letters, digits and the point within a number: "opt-1.3b" is not "opt-13b".
 _PUNCTUATION = re.compile(r"(?<!\d)\.|\.(?!\d)|[^\w.]|_")
 
@@ -72,7 +73,7 @@ def _plain(name: str) -> str:
 def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
     """Return the id that `name` means: exact, then the last path part, then a unique part of it.
 
-    Case and punctuation do not matter, but for a point within a number. Raises PlanError listing the candidates: the near ones, or all.
+    Case and punctuation do not matter, but for a point within a number. Raises PlanError naming the candidates, or the nearest.
     """
     if not isinstance(name, str) or len(name) > _MAX_NAME_CHARACTERS or not _plain(name):
         raise PlanError(field, name, "the name of a preset")
@@ -90,11 +91,13 @@ def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
             listed = ", ".join(matches)
             sentence = f"{field} {describe_value(name)} could be any of {listed}: write one fully."
             raise PlanError(field, name, listed, sentence=sentence)
-    close = get_close_matches(wanted, list(shorts.values()), n=3, cutoff=0.5)
+    close = get_close_matches(wanted, list(shorts.values()), n=_NEAR, cutoff=0.0)
     near = ", ".join(full for full in ids if shorts[full] in close)
-    hint = f"did you mean {near}?" if near else f"it must be one of {', '.join(ids)}."
-    sentence = f"{field} {describe_value(name)} is not a known preset: {hint}"
-    raise PlanError(field, name, near or ", ".join(ids), sentence=sentence)
+    sentence = (
+        f"{field} {describe_value(name)} is not a known preset: the nearest are {near}; "
+        "`peakmark presets` lists all."
+    )
+    raise PlanError(field, name, ", ".join(ids), sentence=sentence)
 
 
 @lru_cache(maxsize=1024)

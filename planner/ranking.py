@@ -21,6 +21,7 @@ from planner.checks import canonical_json
 from planner.comparison import ALONE, Comparison, gpu_name
 from planner.plan import Plan, parse_plan
 from planner.records import RecordedRow, Role
+from planner.units import format_share
 from planner.workload import Parallelism, TrainingWorkload, flat_dict
 
 # A choice within this share of the fastest is a good one.
@@ -171,10 +172,10 @@ class RankingReport:
         apart, right = self.pairs
         worst = self.groups[0].regret_percent
         return (
-            f"In {self.good} of {number} groups ({self.good / number:.0%}) the alternative predicted "
-            f"to be fastest is within {GOOD_PERCENT:.0f} % of the fastest measured (a blind choice: "
-            f"{self.blind / number:.0%}); at worst it is {worst:.1f} % slower. Of {apart:,} pairs that "
-            f"differ by more, {right:,} ({right / max(1, apart):.0%}) are ordered right."
+            f"In {self.good} of {number} groups ({format_share(self.good / number, 0)}) the alternative "
+            f"predicted to be fastest is within {GOOD_PERCENT:.0f} % of the fastest measured (a blind choice: "
+            f"{format_share(self.blind / number, 0)}); at worst it is {worst:.1f} % slower. Of {apart:,} "
+            f"pairs that differ by more, {right:,} ({format_share(right / max(1, apart), 0)}) are ordered right."
         )
 
     def repeats_sentence(self) -> str:
@@ -183,7 +184,7 @@ class RankingReport:
         return (
             f"Where a choice is slower than that by no more than repeats of one plan differ, the runs do not "
             f"say which is faster; counted as no loss, it is {self.not_lost} of {len(self.groups)} groups "
-            f"({self.not_lost / number:.0%})."
+            f"({format_share(self.not_lost / number, 0)})."
         )
 
 

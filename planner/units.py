@@ -46,3 +46,8 @@ def format_seconds(time_s: float) -> str:
     if time_s >= 1:
         return f"{time_s:,.4g} s"
     return f"{time_s * 1e3:.4g} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.4g} us"
+
+
+def format_share(share: float, digits: int = 1) -> str:
+    """Return a share in percent: 0.177 becomes 17.7 %."""
+    return f"{100 * share:,.{digits}f} %"

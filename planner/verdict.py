@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.error_history import Interval
-from planner.units import format_bytes
+from planner.units import format_bytes, format_share
 from planner.workload import flat_dict
 
 # Where no measurement says how far a prediction may be off: fragmentation alone reaches 9 % of
@@ -62,7 +62,7 @@ def verdict_sentence(
 ) -> str:
     """Return the verdict in words, with sizes as `show` writes them."""
     sizes = f"{show(needed_bytes)} of {show(capacity_bytes)} per GPU"
-    left = f"{1 - needed_bytes / capacity_bytes:.1%} left"
+    left = f"{format_share(1 - needed_bytes / capacity_bytes)} left"
     if needed_bytes > capacity_bytes:
         left = f"{show(needed_bytes - capacity_bytes)} too much"
     words = {State.FITS: "Fits", State.TIGHT: "Tight", State.DOES_NOT_FIT: "Does not fit"}

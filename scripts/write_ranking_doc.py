@@ -11,7 +11,7 @@ from pathlib import Path
 from planner.comparison import ALONE
 from planner.ranking import AIM_SHARE, GOOD_PERCENT, RankedGroup, RankingReport, ranking_report
 from planner.records import Kind, RecordedRow, read_file
-from planner.units import format_seconds
+from planner.units import format_seconds, format_share
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "ranking.md"
@@ -100,7 +100,7 @@ def summary_lines(report: RankingReport) -> Iterator[str]:
     yield report.repeats_sentence()
     number = max(1, len(report.groups))
     aim = "reached" if report.good / number >= AIM_SHARE else "missed"
-    yield f"The aim, {AIM_SHARE:.0%} of the groups within {GOOD_PERCENT:.0f} %, is {aim}."
+    yield f"The aim, {format_share(AIM_SHARE, 0)} of the groups within {GOOD_PERCENT:.0f} %, is {aim}."
     whole = RankingReport(groups=tuple(g for g in report.groups if g.quantity != ALONE))
     yield f"Of steps whose ranks were all real alone: {whole.good} of {len(whole.groups)} groups."
 

@@ -20,7 +20,7 @@ from app.charts.style import (
 )
 from planner.attention.answer import WORDS
 from planner.attention.problem import EXACT_VARIANTS, Variant
-from planner.units import format_rate, format_seconds
+from planner.units import format_rate, format_seconds, format_share
 
 BAR, ROW, GROUP_GAP = 0.36, 1.0, 0.9
 ROW_PX, MARGIN_PX, CURVE_PX, ROOFLINE_PX = 38, 120, 380, 430
@@ -401,7 +401,7 @@ def distance_figure(rows: Sequence[Row]) -> go.Figure:
             orientation="h",
             width=2 * BAR,
             marker=measured_marker(colour if row["here"] else translucent(colour, 0.7)),
-            text=[f"{row['distance']:.1%}"],
+            text=[format_share(row["distance"])],
             textposition="outside",
             cliponaxis=False,
             hovertemplate=f"%{{y}}, {row['place']}: %{{x:.2%}}<extra></extra>",

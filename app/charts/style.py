@@ -128,6 +128,11 @@ def axis_unit(largest_bytes: float, unit: str) -> tuple[int, str]:
     return (MIB_BYTES, "MiB") if small else (GIB_BYTES, "GiB")
 
 
+def signed(text: str) -> str:
+    """Return a number's text with a minus sign in the place of a leading hyphen."""
+    return f"−{text[1:]}" if text.startswith("-") else text
+
+
 def size_text(size_bytes: float, unit: str) -> str:
     """Return a size as text in the unit the person chose, "GiB" or "GB"."""
     return format_gb(size_bytes) if unit == "GB" else format_bytes(size_bytes)

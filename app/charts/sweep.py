@@ -16,6 +16,7 @@ from app.charts.style import (
     wrapped,
 )
 from planner.choice import choice_words
+from planner.units import format_count, format_share
 
 HEIGHT_PX = 460
 # From few GPUs to many; mid-tones for the light and the dark page.
@@ -113,7 +114,8 @@ def hover_text(row: Row, unit: str) -> str:
     price = "" if cost is None else f"<br>{cost:.4g} per million tokens"
     return (
         f"<b>{wrapped(choice_words(row))}</b>"
-        f"<br>{row['tokens_per_s']:,.0f} tokens/s, {row['tokens_per_s_per_gpu']:,.0f} per GPU, "
-        f"MFU {row['mfu']:.1%}"
+        f"<br>{format_count(row['tokens_per_s'])} tokens/s, "
+        f"{format_count(row['tokens_per_s_per_gpu'])} per GPU, "
+        f"MFU {format_share(row['mfu'])}"
         f"<br>{size_text(row['device_bytes'], unit)} of device memory per GPU{price}"
     )

@@ -197,7 +197,7 @@ def rows(found: AttentionAnswer, seen: Mapping[Variant, Seen]) -> Iterator[Seque
 
 def measured_cells(row: Seen | None) -> tuple[str, str, str]:
     """Return times, peak and distance from exact attention of a measurement; dashes without one."""
-    from planner.units import format_bytes, format_seconds
+    from planner.units import format_bytes, format_seconds, format_share
 
     if row is None:
         return "-", "-", "-"
@@ -210,5 +210,5 @@ def measured_cells(row: Seen | None) -> tuple[str, str, str]:
     return (
         shown,
         "-" if peak is None else format_bytes(peak),
-        "-" if apart is None else f"{apart:.1%}",
+        "-" if apart is None else format_share(apart),
     )

@@ -113,7 +113,7 @@ def _serving_value(name: str, value: int | bool) -> str:
 def print_speed(throughput: Mapping[str, Any]) -> None:
     """Print what a training step's time goes to, the longest first."""
     from app.plan_words import speed_detail
-    from planner.units import format_seconds
+    from planner.units import format_seconds, format_share
 
     step_time_s = throughput["step_time_s"]
     rows = [
@@ -121,7 +121,7 @@ def print_speed(throughput: Mapping[str, Any]) -> None:
             row["name"],
             row["bound"],
             format_seconds(row["time_s"]),
-            f"{row['time_s'] / step_time_s:.1%}",
+            format_share(row["time_s"] / step_time_s),
         )
         for row in sorted(throughput["operations"], key=lambda row: -row["time_s"])
     ]
@@ -131,11 +131,11 @@ def print_speed(throughput: Mapping[str, Any]) -> None:
 
 def speed_sentence(prediction: Mapping[str, Any]) -> str:
     """Return the line about speed, with its label."""
-    from planner.units import format_seconds
+    from planner.units import format_seconds, format_share
 
     speed = prediction["throughput"]
     return (
         f"Step {format_seconds(speed['step_time_s'])}, "
         f"{speed['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU, "
-        f"MFU {speed['mfu']:.1%}, bound by {speed['bound']} ({speed['label']})"
+        f"MFU {format_share(speed['mfu'])}, bound by {speed['bound']} ({speed['label']})"
     )

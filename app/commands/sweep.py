@@ -271,7 +271,7 @@ def counts_sentence(counts: Mapping[str, int]) -> str:
 def front_table(front: Sequence[Mapping[str, Any]]) -> Any:
     """Build the table of the Pareto front, fastest first."""
     from planner.choice import choice_words
-    from planner.units import format_bytes
+    from planner.units import format_bytes, format_count
 
     has_cost = bool(front) and "cost_per_million_tokens" in front[0]
     columns = ["GPUs", "tokens/s", "per GPU", "device memory"]
@@ -279,8 +279,8 @@ def front_table(front: Sequence[Mapping[str, Any]]) -> Any:
         (
             choice_words(row),
             f"{row['gpus']:,}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s_per_gpu']:,.0f}",
+            format_count(row["tokens_per_s"]),
+            format_count(row["tokens_per_s_per_gpu"]),
             format_bytes(row["device_bytes"]),
             *([f"{row['cost_per_million_tokens']:.4g}"] if has_cost else []),
         )

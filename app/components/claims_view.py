@@ -21,7 +21,8 @@ from app.components.current_plan import current_document, keep_plan_in_url
 from app.components.figure import metric_row, show_figure, show_table
 from app.components.header import unit
 from app.components.problems import told_in_one_sentence
-from planner.claims.claim import Topic, Verdict
+from planner.claims.claim import Topic, Verdict, all_claims
+from planner.plan import Plan
 
 WHAT_IT_IS = (
     "Two texts that are widely copied say what FlashAttention and ZeRO bring, in numbers. Here each "
@@ -61,17 +62,36 @@ def show_claims_page() -> None:
         plan = services.check_plan(document)
         keep_plan_in_url()
         st.caption(WHAT_IT_IS)
-        claims = claim_rows.claim_rows(plan)
-        _counts(claims)
-        shown = _chosen(claims)
-        for topic, heading in TOPICS.items():
-            of_topic = [claim for claim in shown if claim["topic"] == topic]
-            if of_topic:
-                st.markdown(f"### {heading}")
-            for claim in of_topic:
-                _claim(claim)
+        counts = st.container()
+        verdicts, topics = _chosen()
+        claims = [
+            claim
+            for topic, heading in TOPICS.items()
+            for claim in _topic(plan, topic, heading if topic in topics else None, verdicts)
+        ]
+        with counts:
+            _counts(claims)
         st.markdown("### All figures")
         show_table(claim_rows.table_rows(claims), key="claims", title="All figures of all claims")
+
+
+def _topic(
+    plan: Plan, topic: str, heading: str | None, verdicts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Draw the claims of a topic as they are computed, those without a heading not; return all of them."""
+    found = []
+    place = st.container()
+    for claim in all_claims():
+        if claim.topic != topic:
+            continue
+        row = claim_rows.claim_row(plan, claim)
+        found.append(row)
+        if heading is not None and row["verdict"] in verdicts:
+            with place:
+                if not any(one["verdict"] in verdicts for one in found[:-1]):
+                    st.markdown(f"### {heading}")
+                _claim(row)
+    return found
 
 
 def _counts(claims: Sequence[Claim]) -> None:
@@ -82,8 +102,8 @@ def _counts(claims: Sequence[Claim]) -> None:
             st.metric(verdict.value.capitalize(), found[verdict.value])
 
 
-def _chosen(claims: Sequence[Claim]) -> list[Claim]:
-    """Draw the choice of verdicts and topics; return the claims that are left."""
+def _chosen() -> tuple[Sequence[str], Sequence[str]]:
+    """Draw the choice of verdicts and topics; return what is chosen, all where nothing is."""
     left, right = st.columns(2)
     with left:
         verdicts = st.pills(
@@ -102,11 +122,7 @@ def _chosen(claims: Sequence[Claim]) -> list[Claim]:
             key="claims_topics",
             help="None chosen: all.",
         )
-    return [
-        claim
-        for claim in claims
-        if claim["verdict"] in (verdicts or LOOKS) and claim["topic"] in (topics or TOPICS)
-    ]
+    return verdicts or list(LOOKS), topics or list(TOPICS)
 
 
 def _claim(claim: Claim) -> None:

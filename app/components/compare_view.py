@@ -28,7 +28,7 @@ from planner.difference import (
     quantity_rows,
     waterfall,
 )
-from planner.units import format_seconds
+from planner.units import format_count, format_seconds
 
 # Longer tables scroll.
 MOST_ROWS_WHOLE, TABLE_HEIGHT_PX = 16, 620
@@ -150,7 +150,7 @@ def _card(index: int, link: str, plan: ComparedPlan, *, is_baseline: bool) -> No
         needed = size_text(prediction["memory"]["device_bytes"], chosen)
         st.caption(
             f"{needed} per GPU · step {format_seconds(speed['step_time_s'])} · "
-            f"{speed['tokens_per_s']:,.0f} tokens/s"
+            f"{format_count(speed['tokens_per_s'])} tokens/s"
         )
     with st.container(horizontal=True, vertical_alignment="center"):
         st.page_link(

@@ -46,14 +46,14 @@ def model_name(values: Mapping[str, Any]) -> str:
 
 def _workload(values: Mapping[str, Any]) -> list[str]:
     if values["job"] == "serve":
-        shape = f"{values['sequences']} × {values['context']} tokens"
+        shape = f"{values['sequences']:,} × {values['context']:,} tokens"
         precision = f"{values['weights_dtype']} weights, {values['kv_dtype']} KV"
         return [f"serve {shape}", precision, f"{values['gpus']} replicas"]
-    shape = f"{values['micro_batch']} × {values['seq']} tokens"
+    shape = f"{values['micro_batch']:,} × {values['seq']:,} tokens"
     return [
         f"train {shape}",
         f"{values['precision']}, {values['attention']}",
-        f"{values['engine']} ZeRO-{values['zero']} × {values['gpus']}{split_words(values)}",
+        f"{values['engine']} ZeRO-{values['zero']} × {values['gpus']:,}{split_words(values)}",
         *variant_words(values),
     ]
 

@@ -82,14 +82,14 @@ def show_levers(plan: Plan, unit: str) -> None:
 
 
 def _buttons(plan: Plan, levers: Sequence[Lever], key: str, unit: str) -> None:
-    """Draw a button for each lever; a click sets the form to its plan."""
+    """Draw each lever in words beside a button; a click sets the form to its plan."""
     before = values_of_plan(plan.to_dict())
-    with st.container(horizontal=True):
-        for number, lever in enumerate(levers):
-            effect = lever.effect(lambda size: size_text(size, unit)).replace("-", "−")
-            besides = f" ({lever.change.caution})" if lever.change.caution else ""
+    for number, lever in enumerate(levers):
+        # A button's own words are cut off on a phone: they stand beside it.
+        with st.container(horizontal=True, vertical_alignment="center", key=f"{key}_row_{number}"):
+            st.markdown(lever_sentence(lever, unit), width="stretch")
             st.button(
-                f"{lever.change.words}: {effect}{besides}",
+                "Apply",
                 key=f"{key}_{number}_{lever.change.words}",
                 help=_help(lever, unit),
                 on_click=_apply,
@@ -97,11 +97,16 @@ def _buttons(plan: Plan, levers: Sequence[Lever], key: str, unit: str) -> None:
             )
 
 
+def lever_sentence(lever: Lever, unit: str) -> str:
+    """Return a change, what it saves and costs, and what else it changes."""
+    effect = lever.effect(lambda size: size_text(size, unit)).replace("-", "−")
+    besides = f" :gray[({lever.change.caution})]" if lever.change.caution else ""
+    return f"**{lever.change.words}**: {effect}{besides}"
+
+
 def _help(lever: Lever, unit: str) -> str:
     verdict = str(lever.state).replace("_", " ")
-    # A phone cuts the button's own words off.
-    caution = f" Besides: {lever.change.caution}." if lever.change.caution else ""
-    return f"Then needs {size_text(lever.device_bytes, unit)} per GPU: {verdict}.{caution}"
+    return f"Then needs {size_text(lever.device_bytes, unit)} per GPU: {verdict}."
 
 
 def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

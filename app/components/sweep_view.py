@@ -206,12 +206,17 @@ def _shown(row: Mapping[str, Any], chosen: str) -> dict[str, Any]:
     return {
         "plan": choice_words(row),
         "GPUs": row["gpus"],
-        "tokens/s": round(row["tokens_per_s"]),
-        "per GPU": round(row["tokens_per_s_per_gpu"]),
+        "tokens/s": _four_digits(row["tokens_per_s"]),
+        "per GPU": _four_digits(row["tokens_per_s_per_gpu"]),
         "memory per GPU": size_text(row["device_bytes"], chosen),
         "MFU %": round(100 * row["mfu"], 1),
         **({} if cost is None else {"per million tokens": round(cost, 4)}),
     }
+
+
+def _four_digits(rate: float) -> float:
+    """Return a rate as near as it is told elsewhere, but a number, so that a column can be sorted."""
+    return float(f"{rate:.4g}")
 
 
 def _picked(answer: Answer, row: int | None, price: float | None) -> None:

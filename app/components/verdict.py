@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app.charts.style import size_text, words
+from app.charts.style import signed, size_text, words
 from app.components.figure import metric_row
 from app.plan_words import speed_detail
 from planner.error_history import Interval
@@ -64,8 +64,10 @@ def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:
     )
     st.metric(
         "Headroom",
-        size_text(verdict["headroom_bytes"], unit),
-        f"{share:+.1f} % of the {'GPU' if training else 'usable memory'}",
+        signed(size_text(verdict["headroom_bytes"], unit)),
+        signed(f"{share:+.1f} % of the {'GPU' if training else 'usable memory'}"),
+        # The sign is no hyphen, by which the colour would be told.
+        delta_color="red" if share < 0 else "green",
         delta_arrow="off",
     )
     if prediction["serving"] is not None:

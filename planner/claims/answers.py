@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from planner.claims import examples, images, kernels, steps, zero_stages
-from planner.claims.claim import Answer, Findings, all_claims
+from planner.claims.claim import Answer, Claim, Findings, all_claims
 from planner.claims.evidence import Evidence, Row
 from planner.plan import Plan
 
@@ -48,4 +48,9 @@ def answers(
     ids of rows that this database's runs made. `rows` are in order of time.
     """
     seen = Evidence(rows=tuple(rows), here=frozenset(here))
-    return tuple(Answer(claim=claim, found=CHECKS[claim.id](own, seen)) for claim in all_claims())
+    return tuple(answer(claim, own, seen) for claim in all_claims())
+
+
+def answer(claim: Claim, own: Plan | None, seen: Evidence) -> Answer:
+    """Return one claim with its figures, for a person's plan and what was measured."""
+    return Answer(claim=claim, found=CHECKS[claim.id](own, seen))

@@ -21,7 +21,7 @@ from planner.claims.figures import (
 )
 from planner.claims.kernels import TOKENS
 from planner.plan import Plan
-from planner.units import GB_BYTES, format_seconds
+from planner.units import GB_BYTES, format_seconds, format_share
 
 SIDE, BLOCK_SIDE = 512, 64
 VOXELS = SIDE**3
@@ -128,7 +128,7 @@ def image_days(own: Plan | None, seen: Evidence) -> Findings:
     )
     return findings(
         SEVEN_TO_ONE_AND_A_HALF,
-        f"A base that ran: attention over all voxels cannot. {1 - 1.5 / 7:.0%} of the 7 days must "
+        f"A base that ran: attention over all voxels cannot. {format_share(1 - 1.5 / 7, 0)} of the 7 days must "
         "have been attention, even if it now took no time at all.",
         "attention was four fifths of the old step and what the old one computed is what the new "
         "one does. Blocks alone make attention thousands of times faster, as another model",

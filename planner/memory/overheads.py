@@ -10,7 +10,7 @@ import numpy as np
 from planner.hardware import Gpu
 from planner.memory.replay import Replayed
 from planner.model import ModelSpec
-from planner.units import KIB_BYTES, MIB_BYTES
+from planner.units import KIB_BYTES, MIB_BYTES, format_share
 from planner.workload import Attention, Engine, Precision, TrainingWorkload
 
 NCCL_OVERHEAD = "nccl"
@@ -136,7 +136,7 @@ class Overheads:
         """Take segments as a share of the allocated peak, which may be an array."""
         # A Python integer holds what absurd plans need, an array of 64-bit integers does not.
         segment_bytes = _whole(allocated_bytes * share)
-        formula = f"{share:.1%} of the allocated peak (estimate)"
+        formula = f"{format_share(share)} of the allocated peak (estimate)"
         return cls._of(allocated_bytes, segment_bytes, outside, formula)
 
     @classmethod

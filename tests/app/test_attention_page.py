@@ -139,7 +139,7 @@ def test_findings_compare_ours_with_eager_and_name_what_algorithms_give_up() -> 
     # 34,695,282,688 over 306,184,192 bytes.
     assert "113 times less" in ours and "0.55 TFLOP forward" in ours
     # 25,167,872 of 33,558,528 pairs.
-    assert "window 75.0%" in algorithms
+    assert "window 75.0 %" in algorithms
     assert attention_rows.findings(answer(LLAMA, (Variant.SDPA,), H200), format_bytes) == []
 
 

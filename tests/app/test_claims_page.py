@@ -25,7 +25,8 @@ KEPT = ("score_matrix", "time_15", "zero_8")
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check three claims, which need no long replays."""
     kept = [claim for claim in all_claims() if claim.id in KEPT]
-    monkeypatch.setattr("planner.claims.answers.all_claims", lambda: kept)
+    for place in ("planner.claims.answers", "app.components.claims_view"):
+        monkeypatch.setattr(f"{place}.all_claims", lambda: kept)
 
 
 def texts(app: AppTest) -> str:

@@ -391,3 +391,12 @@ def test_a_configuration_is_named_by_its_file_or_its_folder(tmp_path: Path) -> N
     assert _config_name(folder / "config.json") == "my-model"
     assert _config_name(folder) == "my-model"
     assert _config_name(folder / "small.json") == "small"
+
+
+def test_presets_are_listed_with_their_sizes(run: Run) -> None:
+    code, out, _ = run("presets", "--json")
+    listed = json.loads(out)
+    assert code == 0
+    assert {"id": "openai-community/gpt2", "parameters": 124_439_808} in listed["models"]
+    assert "h200-sxm5-141gb" in {gpu["id"] for gpu in listed["gpus"]}
+    assert "openai-community/gpt2" in run("presets")[1]

@@ -122,7 +122,7 @@ def test_groups_are_judged_and_flagged_in_words(empty: None) -> None:
     assert list(groups["is it real?"]) == ["baseline", "real", "cannot be told"]
     assert list(groups["changes"]) == ["", "system", "BOTH: algorithm + system"]
     # Medians 101.5 and 201.5 ms.
-    assert list(groups["vs baseline"])[:2] == ["", "+98.5%"]
+    assert list(groups["vs baseline"])[:2] == ["", "+98.5 %"]
     shown = texts(app)
     assert "Group 3 changes both the algorithm (precision: mixed → bf16)" in shown
     assert "driver: 580 (8), 590 (1)" in shown

@@ -40,7 +40,7 @@ def test_every_tensor_of_the_plan_is_in_the_table(opened: Opened) -> None:
     table = app.dataframe[-1].value
     assert table["bytes"].sum() == memory["allocated_bytes"]
     assert "Why is this the peak?" in texts(app)
-    assert "train 1 × 2048 tokens" in texts(app)
+    assert "train 1 × 2,048 tokens" in texts(app)
 
 
 def test_a_filter_narrows_table_and_caption(opened: Opened) -> None:

@@ -51,7 +51,7 @@ def test_the_start_page_answers_the_default_plan(opened: Opened) -> None:
 def test_the_header_names_the_plan_of_the_url(opened: Opened) -> None:
     app = opened(model="Qwen/Qwen3-8B", seq="2048", zero="1", gpus="4", attention="triton")
     assert not app.exception and not app.error
-    assert "Qwen3-8B · train 1 × 2048 tokens · mixed, triton · peakmark ZeRO-1 × 4" in texts(app)
+    assert "Qwen3-8B · train 1 × 2,048 tokens · mixed, triton · peakmark ZeRO-1 × 4" in texts(app)
     assert app.number_input(key="seq").value == 2048
 
 
@@ -403,7 +403,7 @@ def test_a_stored_plan_is_one_line_in_the_words_of_the_header() -> None:
     from app.components.header import plan_line
 
     assert plan_line(default_plan().to_dict()) == (
-        "train 1 × 4096 tokens · mixed, sdpa · peakmark ZeRO-3 × 8 · checkpointing none"
+        "train 1 × 4,096 tokens · mixed, sdpa · peakmark ZeRO-3 × 8 · checkpointing none"
         " · h200-sxm5-141gb"
     )
 

@@ -197,7 +197,8 @@ def test_levers_of_the_plan_page_are_one_click(
         of_kind(levers_of(plan, replay=False), Kind.SYSTEM), plan.hardware.visible_bytes
     )[0]
     button = next(b for b in app.button if str(b.key).startswith("lever_memory_0_"))
-    assert button.label.startswith(f"{wanted.change.words}: {wanted.effect().replace('-', '−')}")
+    assert button.label == "Apply"
+    assert f"**{wanted.change.words}**: {wanted.effect().replace('-', '−')}" in shown
     button.click().run()
     assert not app.exception
     values = values_of_plan(wanted.plan.to_dict())

@@ -41,7 +41,7 @@ def test_every_stage_of_every_engine_is_shown_beside_what_was_measured(opened: O
     # Two GPUs ran these stages of FSDP2 for the recorded rows.
     assert table[table["engine"] == "fsdp2"]["measured"].notna().all()
     shown = texts(app)
-    assert "Qwen2.5-0.5B · train 1 × 4096 tokens" in shown
+    assert "Qwen2.5-0.5B · train 1 × 4,096 tokens" in shown
     assert "**Stage 1**, peakmark × 2 saves" in shown
     assert "at stages 1 and 2 it gathers them once a step" in shown
     assert "ddp is not shown: workload.precision is 'mixed'" in shown
@@ -86,9 +86,9 @@ def test_a_saving_is_said_with_its_price() -> None:
         (line(2, 20 * GIB, 4 * GIB), line(3, 21 * GIB, 6 * GIB)),
     ]
     assert zero_rows.saving_sentences(steps, format_bytes) == [
-        "**Stage 1**, peakmark × 8 saves **20.00 GiB** (50% of stage 0's peak) and sends as much.",
+        "**Stage 1**, peakmark × 8 saves **20.00 GiB** (50 % of stage 0's peak) and sends as much.",
         "**Stage 2**, peakmark × 8 saves nothing at the peak and sends as much.",
-        "**Stage 3**, peakmark × 8 costs **1.00 GiB** (5% of stage 2's peak) and sends 2.00 GiB more "
+        "**Stage 3**, peakmark × 8 costs **1.00 GiB** (5 % of stage 2's peak) and sends 2.00 GiB more "
         "a step.",
     ]
 

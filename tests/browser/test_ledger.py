@@ -22,7 +22,7 @@ def test_the_plans_tensors_are_found_filtered_and_taken_away(
     expect(page.get_by_text("Why is this the peak?")).to_be_visible()
     # The plan came along, and its address too: a reload or a shared link opens the same.
     expect(page).to_have_url(re.compile(r"/ledger\?.*seq=1024"))
-    expect(page.get_by_text("train 1 × 1024 tokens")).to_be_visible()
+    expect(page.get_by_text("train 1 × 1,024 tokens")).to_be_visible()
     expect(page.locator(".st-key-timeline_card .legendtext", has_text="predicted")).to_be_visible()
     tiles = page.locator(".st-key-treemap_card .treemaplayer .slice")
     expect(tiles.first).to_be_visible()

@@ -29,6 +29,7 @@ COMMANDS = {
     "quality",
     "claims",
     "export",
+    "presets",
     "worker",
     "runs",
     "runs show",

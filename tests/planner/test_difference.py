@@ -88,7 +88,7 @@ def test_a_waterfall_names_each_part_once_the_largest_first() -> None:
     assert fall.moves == (("activations", -300), ("kv cache", 50), ("context", 20), ("logits", -7))
     assert (fall.start, fall.end, fall.change) == (1607, 1370, -237)
     assert fall.sentence(format_bytes, ("A", "B")) == (
-        "The device memory of B is 237 B less than that of A (−14.7%): activations −300 B, "
+        "The device memory of B is 237 B less than that of A (−14.7 %): activations −300 B, "
         "kv cache +50 B, context +20 B, all else −7 B."
     )
     assert waterfall(first, second, Measure.ALLOCATED).change == -257
@@ -147,8 +147,8 @@ def test_quantities_are_those_of_the_prediction(compared: list[ComparedPlan]) ->
 
 
 def test_a_relative_change_reads_well() -> None:
-    assert percent(-0.125) == "−12.5%"
-    assert percent(0.2) == "+20.0%"
+    assert percent(-0.125) == "−12.5 %"
+    assert percent(0.2) == "+20.0 %"
     assert percent(15.0) == "× 16.0"
     assert percent(8191.0) == "× 8,192"
 

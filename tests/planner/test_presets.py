@@ -34,7 +34,8 @@ def test_a_name_with_several_meanings_lists_them() -> None:
 
 
 def test_an_unknown_name_suggests_near_ones() -> None:
-    with pytest.raises(PlanError, match=r"did you mean .*Llama-3.1-8B"):
+    lists = r"the nearest are .*Llama-3.1-8B.*; `peakmark presets` lists all"
+    with pytest.raises(PlanError, match=lists):
         resolve_model("llama-3.1-9b")
 
 
@@ -44,10 +45,13 @@ def test_a_point_within_a_number_matters(name: str) -> None:
         resolve_model(name)
 
 
-def test_a_name_that_is_near_none_lists_all() -> None:
+def test_a_name_that_is_near_none_names_few_and_what_lists_all() -> None:
     with pytest.raises(PlanError) as caught:
         resolve_model("zzzz")
-    assert all(preset.id in str(caught.value) for preset in all_presets())
+    named = [preset.id for preset in all_presets() if preset.id in str(caught.value)]
+    assert 1 <= len(named) <= 4
+    assert "`peakmark presets` lists all" in str(caught.value)
+    assert all(preset.id in caught.value.allowed for preset in all_presets())
 
 
 @pytest.mark.parametrize("name", ["", "---", None, 3, "x" * 10_000, ["gpt2"]])

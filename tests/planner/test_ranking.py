@@ -41,9 +41,9 @@ def test_the_report_counts_groups_and_pairs() -> None:
     assert (report.good, report.pairs) == (1, (2, 1))
     assert report.blind == pytest.approx(1.0)
     assert report.sentence() == (
-        "In 1 of 2 groups (50%) the alternative predicted to be fastest is within 3 % of the fastest "
-        "measured (a blind choice: 50%); at worst it is 50.0 % slower. Of 2 pairs that differ by "
-        "more, 1 (50%) are ordered right."
+        "In 1 of 2 groups (50 %) the alternative predicted to be fastest is within 3 % of the fastest "
+        "measured (a blind choice: 50 %); at worst it is 50.0 % slower. Of 2 pairs that differ by "
+        "more, 1 (50 %) are ordered right."
     )
     assert RankingReport(groups=()).sentence() == "No recorded step has an alternative."
 
@@ -64,7 +64,7 @@ def test_what_repeats_cannot_tell_apart_is_not_lost() -> None:
     assert replace(found, spread=None).is_lost
     report = RankingReport(groups=(found, replace(found, spread=None)))
     assert (report.good, report.not_lost) == (0, 1)
-    assert report.repeats_sentence().endswith("counted as no loss, it is 1 of 2 groups (50%).")
+    assert report.repeats_sentence().endswith("counted as no loss, it is 1 of 2 groups (50 %).")
 
 
 def test_the_spread_is_that_of_runs_of_one_plan() -> None:

@@ -61,7 +61,7 @@ def test_the_interval_decides(low: float, needed: float, high: float, state: str
 
 def test_the_sentence_says_how_much_is_left_or_missing() -> None:
     assert judge(75 * GIB, 100 * GIB).sentence == (
-        "Fits: needs 75.00 GiB of 100.00 GiB per GPU, 25.0% left."
+        "Fits: needs 75.00 GiB of 100.00 GiB per GPU, 25.0 % left."
     )
     assert judge(110 * GIB, 100 * GIB).sentence == (
         "Does not fit: needs 110.00 GiB of 100.00 GiB per GPU, 10.00 GiB too much."
@@ -71,7 +71,7 @@ def test_the_sentence_says_how_much_is_left_or_missing() -> None:
 
 def test_the_sentence_says_what_the_interval_rests_on() -> None:
     assert judge(62 * GIB, 100 * GIB, _between(61.25, 63)).sentence == (
-        "Fits: needs 62.00 GiB of 100.00 GiB per GPU, 38.0% left; between 61.25 GiB and 63.00 GiB, "
+        "Fits: needs 62.00 GiB of 100.00 GiB per GPU, 38.0 % left; between 61.25 GiB and 63.00 GiB, "
         "from 48 measurements of plans like it (peakmark, stage 3, sdpa)."
     )
 

@@ -116,4 +116,4 @@ def test_points_lie_under_the_roofs_of_sheet_and_card() -> None:
 def test_a_distance_is_a_share_of_the_exact_result() -> None:
     row = {"variant": "linear", "distance": 0.61, "here": False, "place": "elsewhere"}
     figure = distance_figure([row])
-    assert figure.data[0].text == ("61.0%",) and figure.data[0].y == ("linear",)
+    assert figure.data[0].text == ("61.0 %",) and figure.data[0].y == ("linear",)
