@@ -11,7 +11,6 @@ from planner.interconnects import interconnect
 from planner.memory.parallel import group_size
 from planner.model import ModelSpec
 from planner.operations import Numbers
-from planner.payloads import Payload, step_payloads
 from planner.rank import RankSpec
 from planner.workload import Checkpointing, Parallelism, Precision, TrainingWorkload
 
@@ -51,44 +50,8 @@ def link_notes(gpu: Gpu, world_size: int) -> list[str]:
     return notes
 
 
-def step_collectives(
-    spec: ModelSpec,
-    workload: TrainingWorkload,
-    parallelism: Parallelism,
-    gpu: Gpu,
-    world_size: Numbers,
-) -> list[Collective]:
-    """Return the collectives of one step; a ring of N GPUs sends (N-1)/N of each volume per GPU.
-
-    `world_size` may be an array and stands in for the one in `parallelism`. `spec` is the part of
-    the model that one GPU holds. GPUs of a context group share the state as data-parallel ones do.
-    """
-    sharers = world_size * parallelism.context_parallel
-    ring = (sharers - 1.0) / sharers
-    rate = link_bytes_s(gpu, world_size * group_size(parallelism))
-    ranks = np.asarray(sharers, dtype=np.float64)
-    found = step_payloads(
-        spec,
-        workload,
-        parallelism.engine,
-        parallelism.zero_stage,
-        ranks if ranks.ndim else int(ranks),
-    )
-    return [
-        _sent(payload, RING_PASSES.get(payload.collective, 1) * ring, rate) for payload in found
-    ]
-
-
 # A ring all-reduce passes every byte twice: to be summed, then to be shared.
 RING_PASSES = {"all_reduce": 2}
-
-
-def _sent(payload: Payload, share: Numbers, rate: Numbers) -> Collective:
-    size_bytes = payload.bytes * share
-    count = payload.calls if np.ndim(payload.calls) else int(payload.calls)
-    return Collective(
-        collective=payload.collective, bytes=size_bytes, count=count, time_s=size_bytes / rate
-    )
 
 
 def group_collectives(

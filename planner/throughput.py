@@ -15,7 +15,7 @@ from planner.hardware import Gpu
 from planner.memory.parallel import group_size, stage_specs
 from planner.model import ModelSpec
 from planner.offload import host_step
-from planner.operations import Cost, Numbers, model_flops
+from planner.operations import Numbers, model_flops
 from planner.speed.calibrated import rates_of
 from planner.speed.gpu_time import Part
 from planner.speed.rates import Rates
@@ -93,27 +93,6 @@ def peak_flop_s(gpu: Gpu, dtype: str) -> tuple[float, str | None]:
 def compute_dtype(precision: Precision) -> str:
     """Return the element type whose peak rate bounds the matrix products."""
     return "fp32" if precision is Precision.FP32 else "bf16"
-
-
-def roofline_s(cost: Cost, peak: float, bandwidth_bytes_s: float) -> Any:
-    """Return max(FLOPs / peak, bytes / bandwidth) in seconds."""
-    return np.maximum(cost.flops / peak, cost.bytes / bandwidth_bytes_s)
-
-
-def time_operations(
-    costs: Sequence[Cost], peak: float, bandwidth_bytes_s: float
-) -> tuple[OperationTime, ...]:
-    """Return each cost with its roofline time and whether compute or HBM bounds it."""
-    return tuple(
-        OperationTime(
-            name=cost.name,
-            flops=float(cost.flops),
-            bytes=float(cost.bytes),
-            time_s=float(roofline_s(cost, peak, bandwidth_bytes_s)),
-            bound="compute" if cost.flops / peak >= cost.bytes / bandwidth_bytes_s else "hbm",
-        )
-        for cost in costs
-    )
 
 
 def main_bound(operations: Sequence[OperationTime], communication_s: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.memory.adapters import trained_groups
 from planner.model import ModelSpec
-from planner.operations import element_sizes, muon_flops, optimizer_cost
+from planner.operations import muon_flops, state_bytes, update_bytes
 from planner.speed.gpu_time import Part
 from planner.speed.rates import Rates
 from planner.speed.stream_kinds import stream_number
@@ -158,12 +158,10 @@ def _update(workload: TrainingWorkload, local: Any, groups: int) -> tuple[str, A
     AdamW's points count parameter, gradient and two states read, and all but the gradient written.
     Other optimizers are operations on whole tensors, one after another.
     """
-    sizes = element_sizes(workload.precision)
     if workload.optimizer in (Optimizer.ADAMW_FUSED, Optimizer.ADAMW_FOREACH):
         fused = "adamw_fused" if workload.precision is Precision.BF16 else "adamw"
         kind = fused if workload.optimizer is Optimizer.ADAMW_FUSED else "adamw_foreach"
-        return kind, 7.0 * sizes.state_bytes * local, groups
-    casts_bytes = 12.0 if workload.precision is Precision.MIXED else 0.0
-    each_bytes = float(optimizer_cost(workload, sizes, 1.0).bytes) - casts_bytes
+        return kind, 7.0 * state_bytes(workload.precision) * local, groups
+    each_bytes = float(update_bytes(workload.optimizer, workload.precision))
     kind = "foreach_add" if workload.optimizer is Optimizer.SGD else "binary"
     return kind, each_bytes * local, 5 * groups

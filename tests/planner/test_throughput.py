@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from planner.errors import PlanError
 from planner.hardware import Gpu, custom_gpu, resolve_gpu
-from planner.operations import Cost
 from planner.presets import resolve_model
 from planner.throughput import (
     CALIBRATED,
     Throughput,
     peak_flop_s,
-    time_operations,
     training_speed_grid,
     training_throughput,
 )
@@ -40,13 +38,6 @@ def speed(stage: int = 1, n: int = 8, gpu: Gpu = H200, **workload: Any) -> Throu
     """Return the speed of a Llama-3.1-8B step."""
     parallelism = Parallelism(zero_stage=stage, world_size=n)
     return training_throughput(LLAMA, TrainingWorkload(**workload), parallelism, gpu)
-
-
-def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
-    costs = [Cost(name="a", flops=100.0, bytes=10.0), Cost(name="b", flops=1.0, bytes=10.0)]
-    compute, moving = time_operations(costs, 10.0, 2.0)
-    assert (compute.time_s, compute.bound) == (10.0, "compute")
-    assert (moving.time_s, moving.bound) == (5.0, "hbm")
 
 
 def test_the_step_is_the_sum_of_its_parts() -> None:
