@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,7 @@ from planner.plan import parse_plan
 from planner.real_ranks import RealRun, real_runs
 from planner.records import RecordedRow, read_file
 from planner.same_run import SameRunPair, geometric_mean, same_run_pairs
+from planner.saved_runs import alike_lines, saved_lines
 from planner.stage_points import (
     Cell,
     Point,
@@ -67,6 +69,10 @@ WHY_ABOVE = """
   What is more than half a percent above is a peak of the optimizer's step: fused AdamW takes gradients in
   fp32, so one group's bf16 gradient at a time is copied to fp32 (the embedding's is the largest). The
   ideal's update works value by value."""
+WHY_HIGHER = """
+  The most it is above one is {percent:+.2f} % ({engine} {stage} x {ranks}, {plan}): no tensor
+  more, but blocks that the allocator leaves uncut, of up to 1 MiB for each shard ("rest").
+"""
 HOW_PEAKS = """
 Peak by stage and number of ranks: **measured**, one rank alone; in brackets predicted, where nothing was.
 """
@@ -93,6 +99,11 @@ step waits for. A collective's time is that of its NCCL kernels, each call's on 
 (attention's backward adds up in no fixed order). FSDP2 begins with fp32 numbers that ours rounds to bf16:
 from the rounded ones it trains alike, bit by bit (tests/runners/engines/test_mixed_alike.py).
 """
+HOW_ALIKE = """
+{ranks} x {gpu}, torch {torch}, NCCL {nccl}: tiny models with deterministic kernels, NCCL's own sums (of
+two numbers there is one order). Compared bit by bit: the losses of all ranks, what was reduced, and all
+parameters at the end. One rank that goes on has two micro-batches where each of two had one.
+"""
 
 
 def recorded_rows(root: Path) -> list[RecordedRow]:
@@ -113,6 +124,8 @@ def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -
         parts += _group(title, points, pairs)
     parts += _timed(pairs)
     parts += _real([run for run in real_runs(rows) if run.exposed_s is not None])
+    parts += _alike(ROOT / "recorded" / "equality")
+    parts += _saved(rows)
     parts += _offloaded(rows)
     parts += _deepspeed(groups)
     return "\n".join(parts) + "\n"
@@ -152,6 +165,15 @@ def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
         f"- Our engine's peak beside a peer's at the same plan: at or below it in "
         f"{len(pairs) - len(higher)} of {len(pairs)} pairs (0.1 % is the same)."
     )
+    own, peer = max(pairs, key=lambda pair: _ratio(*pair))
+    if 1 < _ratio(own, peer) <= 1 + SAME_PEAK:
+        yield WHY_HIGHER.strip("\n").format(
+            percent=100 * (_ratio(own, peer) - 1),
+            engine=peer.plan.parallelism.engine,
+            stage=peer.plan.parallelism.zero_stage,
+            ranks=peer.plan.parallelism.world_size,
+            plan=work_title(peer.plan),
+        )
     for own, peer in higher:
         spread = peer.plan.parallelism
         yield (
@@ -363,6 +385,30 @@ def _real_line(run: RealRun) -> str:
         "-" if losses is None else f"{losses:.1e}" if losses else "equal",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _alike(directory: Path) -> Iterator[str]:
+    """Tabulate trainings that were compared value by value (tests/runners/zero/numerics_main.py)."""
+    for path in sorted(directory.glob("*.jsonl")):
+        first, *compared = map(json.loads, path.read_text().splitlines())
+        where = first["environment"]
+        yield f"\n## Alike value by value over {where['world'].upper()}\n"
+        yield HOW_ALIKE.format(**where).strip("\n")
+        yield from _plain_table(alike_lines(compared))
+
+
+def _saved(rows: Sequence[RecordedRow]) -> Iterator[str]:
+    """Tabulate runs that saved their training, or went on from a saved one."""
+    lines = saved_lines((row.spec, row.measured) for row in rows)
+    if lines:
+        yield "\n## Saved by some ranks, continued by others"
+        yield from _plain_table(lines)
+
+
+def _plain_table(lines: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    yield f"\n| {' | '.join(lines[0])} |\n|{'---|' * len(lines[0])}"
+    for line in lines:
+        yield f"| {' | '.join(line.values())} |"
 
 
 def _offloaded(rows: Sequence[RecordedRow]) -> Iterator[str]:
