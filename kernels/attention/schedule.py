@@ -176,7 +176,7 @@ class SingleTile:
 
 # By the largest head size of queries and keys, and of values; checked like FORWARD_TILES.
 SINGLE_TILES = {
-    (64, 64): SingleTile(64, 3, 160),
+    (64, 64): SingleTile(64, 3, 160, stages=3),
     (128, 128): SingleTile(128, 2, 240),
     (192, 128): SingleTile(128, 2, 240, extra=64),
     (256, 256): SingleTile(256, 2, 240, keys=64),

@@ -37,15 +37,7 @@ def _queries(base, strides, rows, known, group, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 
 @triton.jit
-def _unit_range(q):
-    """Scale rows by powers of two to below 2, for fp16; return (fp16 rows, the powers)."""
-    largest = tl.max(tl.abs(q.to(tl.float32)), axis=1)
-    power = tl.exp2(tl.floor(tl.log2(tl.where(largest > 0, largest, 1.0))))
-    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
-
-
-@triton.jit
-def _pages_of(table, first, end, row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def pages_of(table, first, end, row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page of each position of a tile (one for all where a page holds whole tiles), int64.
 
     Without pages (PAGE 0) a row of the cache is its only page.
@@ -71,39 +63,26 @@ def places_in(positions, PAGE: tl.constexpr):
 @triton.jit
 def softmax_step(logits, largest, total):
     """Fold a tile of logits in: return (weights, shrink of what was summed, largest, total)."""
-    last: tl.constexpr = len(logits.shape) - 1
-    higher = tl.maximum(largest, tl.max(logits, axis=last))
+    higher = tl.maximum(largest, tl.max(logits, axis=1))
     # While a row has seen nothing, -inf - -inf must not be taken.
     anchor = tl.where(higher == -float("inf"), 0.0, higher)
-    weights = tl.exp2(logits - tl.expand_dims(anchor, last))
+    weights = tl.exp2(logits - anchor[:, None])
     shrink = tl.exp2(largest - anchor)
-    return weights, shrink, higher, total * shrink + tl.sum(weights, axis=last)
-
-
-@triton.jit
-def _add_values(sums, weights, values, scales, PER_TOKEN: tl.constexpr):
-    """sums + weights @ values, each value times its scale."""
-    if PER_TOKEN:
-        # Weights times scales relative to the tile's largest stay within fp16's range.
-        unit = tl.max(tl.abs(scales), axis=0)
-        unit = tl.where(unit > 0, unit, 1.0)
-        weights *= (scales / unit)[None, :]
-        return sums + tl.dot(weights.to(values.dtype), values, input_precision="ieee") * unit
-    return tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
+    return weights, shrink, higher, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table, k_scale, v_scale,
-    q_strides, k_strides, v_strides, out_strides, k_scale_strides, v_scale_strides, table_stride,
+    q, k, v, out, lse, lengths, table,
+    q_strides, k_strides, v_strides, out_strides, table_stride,
     kv_heads, group, seq_q, capacity, num_splits, window, scale_log2,
-    WINDOWED: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, PER_TOKEN: tl.constexpr, IS_SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, PAGE: tl.constexpr, IS_SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One split of one key-value head of one row: its output, or its part and log2-sum-exp2.
 
     PAGE 0: k and v are (B, Hkv, S, D). Else they are (pages, Hkv, PAGE, D) and `table` says which
-    pages a row has. SCALED: k_scale and v_scale per head, or PER_TOKEN as the cache without D.
+    pages a row has.
     WINDOWED: a query sees the last `window` keys up to its own; none before them is read.
     """
     program, split = tl.program_id(0), tl.program_id(1)
@@ -117,12 +96,6 @@ def decode_kernel(
     limits = length - seq_q + 1 + rows // group
     base = q + batch * q_strides[0] + head * group * q_strides[1]
     queries = _queries(base, q_strides, rows, known, group, HEAD_DIM, BLOCK_D)
-    factor = tl.full((BLOCK_M,), scale_log2, tl.float32)
-    if SCALED:
-        queries, power = _unit_range(queries)
-        factor *= power
-    if SCALED and not PER_TOKEN:
-        factor *= tl.load(k_scale + head * k_scale_strides[1])
     k += head * k_strides[1]
     v += head * v_strides[1]
     table += batch * table_stride
@@ -130,7 +103,7 @@ def decode_kernel(
     largest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    pages = _pages_of(table, first_key, end, batch, PAGE, BLOCK_N)
+    pages = pages_of(table, first_key, end, batch, PAGE, BLOCK_N)
     for first in range(first_key, end, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         inside = (positions < end) & (positions >= oldest) if WINDOWED else positions < end
@@ -140,27 +113,16 @@ def decode_kernel(
         v_rows = pages * v_strides[0] + places * v_strides[2]
         keys = tl.load(k + k_rows[:, None] + columns[None, :], mask=wanted, other=0.0)
         values = tl.load(v + v_rows[:, None] + columns[None, :], mask=wanted, other=0.0)
-        if SCALED:
-            keys, values = keys.to(tl.float16), values.to(tl.float16)
-        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factor[:, None]
-        scales = factor
-        if PER_TOKEN:
-            at = pages * k_scale_strides[0] + head * k_scale_strides[1]
-            at += places * k_scale_strides[2]
-            logits *= tl.load(k_scale + at, mask=inside, other=0.0)[None, :]
-            at = pages * v_scale_strides[0] + head * v_scale_strides[1]
-            at += places * v_scale_strides[2]
-            scales = tl.load(v_scale + at, mask=inside, other=0.0)
+        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
         seen = (positions[None, :] < limits[:, None]) & inside[None, :]
         if WINDOWED:
             seen = seen & (positions[None, :] >= limits[:, None] - window)
         logits = tl.where(seen, logits, -float("inf"))
         weights, shrink, largest, total = softmax_step(logits, largest, total)
-        sums = _add_values(sums * shrink[:, None], weights, values, scales, PER_TOKEN)
+        weights = weights.to(values.dtype)
+        sums = tl.dot(weights, values, sums * shrink[:, None], input_precision="ieee")
         # Carried over, so that a tile's loads do not wait for its page's number.
-        pages = _pages_of(table, first + BLOCK_N, end, batch, PAGE, BLOCK_N)
-    if SCALED and not PER_TOKEN:
-        sums *= tl.load(v_scale + head * v_scale_strides[1])
+        pages = pages_of(table, first + BLOCK_N, end, batch, PAGE, BLOCK_N)
     number = head * group + rows % group
     store_rows(out, lse, out_strides, sums, largest, total, batch, number, (rows // group).to(tl.int64),
            known, in_head, kv_heads * group, seq_q, tl.num_programs(0) * group * seq_q, IS_SPLIT, HEAD_DIM, BLOCK_D)  # fmt: skip

@@ -32,13 +32,6 @@ class Tile:
     stages: int
 
 
-# Of the kernel for one-byte caches: 32 keys for each of four warps, so that pages of 32 keys or a
-# multiple of them are not gathered key by key.
-BYTE_TILE = Tile(keys=128, warps=4, stages=3)
-# Its warps hold whole rows of sums: larger heads, or more rows, would not fit their registers.
-MAX_BYTE_HEAD_DIM = 128
-
-
 def packed_rows(seq_q: int, group: int) -> int:
     """Return the rows of a tile of queries: all heads of a group, at least what tl.dot needs."""
     return max(MIN_ROWS, 1 << (seq_q * group - 1).bit_length())
@@ -60,13 +53,12 @@ def choose_tile(head_dim: int, cache_bytes: int, page: int | None) -> Tile:
     return Tile(keys=keys, warps=4, stages=3 if cache_bytes < 4 else 2)
 
 
-def takes_words(head_dim: int, rows: int, layouts: Sequence[tuple[int, ...]]) -> bool:
-    """Say whether a one-byte cache can be read by 16-bit words: the kernel that is bound by memory.
+def is_even(head_dim: int, layouts: Sequence[tuple[int, ...]]) -> bool:
+    """Say whether a one-byte cache can be read by 16-bit words, as the fast loads want it.
 
-    `rows` is the tile's, `layouts` hold the storage offset and the strides but the last of k and of v.
+    `layouts` hold the storage offset and the strides but the last of k and of v.
     """
-    even = all(number % 2 == 0 for layout in layouts for number in layout)
-    return even and head_dim % 2 == 0 and head_dim <= MAX_BYTE_HEAD_DIM and rows == MIN_ROWS
+    return head_dim % 2 == 0 and all(number % 2 == 0 for layout in layouts for number in layout)
 
 
 def choose_splits(rows: int, kv_heads: int, seq: int, keys: int, multiprocessors: int) -> int:

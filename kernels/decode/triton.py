@@ -23,14 +23,13 @@ from torch import Tensor
 from kernels.decode import device as kernels
 from kernels.decode.device_bytes import byte_kernel
 from kernels.decode.splits import (
-    BYTE_TILE,
     MAX_ROWS,
     MAX_SPLITS,
     Tile,
     choose_splits,
     choose_tile,
+    is_even,
     packed_rows,
-    takes_words,
 )
 from kernels.launch import (
     INTERPRETED,
@@ -166,14 +165,9 @@ def _check_scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a call is cut; `capacity` is the most keys that a row can have.
-
-    `by_words`: a one-byte cache read two elements at a time, by `byte_kernel`.
-    """
+    """How a call is cut; `capacity` is the most keys that a row can have."""
 
     tile: Tile
-    rows: int
-    by_words: bool
     splits: int
     capacity: int
     page: int
@@ -186,22 +180,15 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _cut(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, window: int, num_splits: int
-) -> _Cut:
+def _cut(q: Tensor, k: Tensor, block_table: Tensor | None, window: int, num_splits: int) -> _Cut:
     page = 0 if block_table is None else k.shape[2]
     capacity = k.shape[2] if block_table is None else page * block_table.shape[1]
-    rows = packed_rows(q.shape[2], q.shape[1] // k.shape[1])
-    layouts = [(t.storage_offset(), *t.stride()[:3]) for t in (k, v)]
-    by_words = k.dtype in QUANTISED and takes_words(q.shape[-1], rows, layouts)
-    tile = BYTE_TILE if by_words else choose_tile(q.shape[-1], k.element_size(), page or None)
+    tile = choose_tile(q.shape[-1], k.element_size(), page or None)
     visible = min(capacity, window + q.shape[2] - 1) if window else capacity
     chosen = num_splits or choose_splits(
         q.shape[0], k.shape[1], visible, tile.keys, _multiprocessors(q.device)
     )
-    return _Cut(
-        tile=tile, rows=rows, by_words=by_words, splits=chosen, capacity=capacity, page=page
-    )
+    return _Cut(tile=tile, splits=chosen, capacity=capacity, page=page)
 
 
 def _check_fp8(k: Tensor) -> None:
@@ -214,14 +201,29 @@ def _check_fp8(k: Tensor) -> None:
         )
 
 
-def _strides(scale: Tensor | None) -> tuple[int, int, int]:
+def _strides(scale: Tensor) -> tuple[int, int, int]:
     """Strides over pages, heads and tokens; a scale per head has one only."""
-    if scale is None:
-        return 0, 0, 0
     if scale.dim() == 1:
         return 0, scale.stride(0), 0
     pages, heads, tokens = scale.stride()
     return pages, heads, tokens
+
+
+def _kernel_for(
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[Any, Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Return the kernel of a cache, k and v as it wants them, and its arguments and options beyond.
+
+    One-byte caches are read by words where pairs of elements are whole.
+    """
+    if k_scale is None or v_scale is None:
+        return kernels.decode_kernel, k, v, (), {}
+    words = is_even(k.shape[3], [(t.storage_offset(), *t.stride()[:3]) for t in (k, v)])
+    options = {"WORDS": words, "FP8": k.dtype == torch.float8_e4m3fn, "PACKED": HAS_PTX}
+    options |= {"PER_TOKEN": k_scale.dim() == 3, "ONE_QUERY": q.shape[2] == 1}
+    if words:
+        k, v = k.view(torch.int16), v.view(torch.int16)
+    return byte_kernel, k, v, (k_scale, v_scale, *map(_strides, (k_scale, v_scale))), options
 
 
 @torch.library.custom_op("peakmark::decode_attention", mutates_args=())
@@ -240,38 +242,32 @@ def decode(
     """Return the output; the arguments are checked by `decode_attention`, window 0 is none, 0 splits are chosen."""
     check_runs_here("q", q)
     _check_fp8(k)
-    cut = _cut(q, k, v, block_table, window, num_splits)
+    cut = _cut(q, k, block_table, window, num_splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, lse = (out, lengths) if cut.splits == 1 else _new_parts(q, cut.splits)
     batch, heads, seq_q, head_dim = q.shape
     kv_heads = k.shape[1]
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    # One-byte caches are multiplied by halves, and a product takes at least 16 columns.
+    block_d = max(16 if k_scale is None else 32, triton.next_power_of_2(head_dim))
     table = lengths if block_table is None else block_table
-    scales = (q if k_scale is None else k_scale, q if v_scale is None else v_scale)
-    is_fp8 = k.dtype == torch.float8_e4m3fn
-    options: dict[str, Any] = {"SCALED": k_scale is not None}
-    if cut.by_words:
-        k, v = k.view(torch.int16), v.view(torch.int16)
-        # Two columns of sums take a product of at least 16 columns each.
-        block_d = max(32, block_d)
-        options = {"FP8": is_fp8, "PACKED": HAS_PTX, "WARPS": cut.tile.warps}
-    strides = (*(t.stride()[:3] for t in (q, k, v, out)), _strides(k_scale), _strides(v_scale))
+    kernel, k, v, extra, options = _kernel_for(q, k, v, k_scale, v_scale)
+    strides = tuple(t.stride()[:3] for t in (q, k, v, out))
     sizes = (kv_heads, heads // kv_heads, seq_q, cut.capacity, cut.splits, window)
     launch(
-        byte_kernel if cut.by_words else kernels.decode_kernel,
+        kernel,
         (batch * kv_heads, cut.splits),
         q,
         (
-            *(q, k, v, parts, lse, lengths, table, *scales, *strides),
+            *(q, k, v, parts, lse, lengths, table, *strides),
             *(0 if block_table is None else table.stride(0), *sizes, scale * math.log2(math.e)),
+            *extra,
         ),
         WINDOWED=window > 0,
         PAGE=cut.page,
-        PER_TOKEN=k_scale is not None and k_scale.dim() == 3,
         IS_SPLIT=cut.splits > 1,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
-        BLOCK_M=cut.rows,
+        BLOCK_M=packed_rows(seq_q, heads // kv_heads),
         BLOCK_N=cut.tile.keys,
         num_warps=cut.tile.warps,
         num_stages=cut.tile.stages,

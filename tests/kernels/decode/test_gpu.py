@@ -66,18 +66,39 @@ def test_pages_out_of_order_beside_stale_ones(page: int, as_good_as_plain: Check
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize("per_token", [False, True])
-def test_one_byte_caches(per_token: bool, dtype: torch.dtype, as_good_as_plain: Check) -> None:
-    q, k, v, lengths = make_inputs(4, (32, 8), 1, 1000, 128)
+@pytest.mark.parametrize(
+    ("per_token", "seq_q", "head_dim", "window"),
+    [(False, 1, 128, None), (True, 1, 128, 300), (True, 20, 64, None), (False, 3, 256, 300),
+     (False, 1, 96, None), (True, 2, 33, None)],
+)  # fmt: skip
+def test_one_byte_caches(
+    per_token: bool, seq_q: int, head_dim: int, window: int | None, dtype: torch.dtype,
+    as_good_as_plain: Check,
+) -> None:  # fmt: skip
+    q, k, v, lengths = make_inputs(4, (32, 8), seq_q, 1000, head_dim)
     k, v = ((t.float() * 30).to(dtype) for t in (k, v))
     shape = (4, 8, 1000) if per_token else (8,)
     options: dict[str, Any] = {
         n: torch.rand(shape, device="cuda") / 30 for n in ("k_scale", "v_scale")
     }
-    ours = decode_attention(q, k, v, lengths, **options)
-    exact = reference_decode(q, k, v, lengths, **options)
-    plain = reference_decode(q, k, v, lengths, dtype=BF16, **options)
+    ours = decode_attention(q, k, v, lengths, window=window, **options)
+    exact = reference_decode(q, k, v, lengths, window=window, **options)
+    plain = reference_decode(q, k, v, lengths, window=window, dtype=BF16, **options)
     as_good_as_plain("out", ours, exact, plain)
+
+
+@pytest.mark.parametrize("page", [16, 64, 192])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_one_byte_caches_in_pages(dtype: torch.dtype, page: int) -> None:
+    """Pages in order are the contiguous cache in pieces: alike up to the order of sums."""
+    q, k, v, lengths = make_inputs(4, (32, 8), 1, 1536, 128)
+    k, v = ((t.float() * 30).to(dtype) for t in (k, v))
+    scales = {n: torch.rand(8, device="cuda") / 30 for n in ("k_scale", "v_scale")}
+    expected = decode_attention(q, k, v, lengths, **scales)
+    k, v = (t.transpose(1, 2).reshape(-1, page, 8, 128).transpose(1, 2) for t in (k, v))
+    table = torch.arange(len(k), device="cuda", dtype=torch.int32).view(4, -1)
+    paged = decode_attention(q, k, v, lengths, block_table=table, **scales)
+    torch.testing.assert_close(paged, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_more_than_two_to_the_31_elements() -> None:

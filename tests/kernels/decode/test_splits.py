@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.decode.splits import (
-    BYTE_TILE,
-    choose_splits,
-    choose_tile,
-    packed_rows,
-    takes_words,
-)
+from kernels.decode.splits import choose_splits, choose_tile, is_even, packed_rows
 
 MULTIPROCESSORS = 132
 
@@ -57,17 +51,10 @@ def test_a_page_holds_whole_tiles_where_it_can(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rows", "layouts", "taken"),
-    [(128, 16, [(0, 1024, 128, 64)], True), (64, 16, [(0, 64), (2, 64)], True),
-     # An odd head size, an odd start and an odd stride split a pair; the others do not fit registers.
-     (33, 16, [(0, 66)], False), (64, 16, [(1, 64)], False), (64, 16, [(0, 64), (0, 65)], False),
-     (256, 16, [(0, 256)], False), (128, 32, [(0, 128)], False)],
+    ("head_dim", "layouts", "even"),
+    [(128, [(0, 1024, 128, 64)], True), (64, [(0, 64), (2, 64)], True),
+     # An odd head size, an odd start and an odd stride split a pair.
+     (33, [(0, 66)], False), (64, [(1, 64)], False), (64, [(0, 64), (0, 65)], False)],
 )  # fmt: skip
-def test_a_one_byte_cache_is_read_by_words_where_pairs_and_rows_fit(
-    head_dim: int, rows: int, layouts: list[tuple[int, ...]], taken: bool
-) -> None:
-    assert takes_words(head_dim, rows, layouts) is taken
-
-
-def test_each_warp_of_the_one_byte_kernel_has_keys_enough_for_a_product() -> None:
-    assert BYTE_TILE.keys // BYTE_TILE.warps >= 16
+def test_words_need_whole_pairs(head_dim: int, layouts: list[tuple[int, ...]], even: bool) -> None:
+    assert is_even(head_dim, layouts) is even

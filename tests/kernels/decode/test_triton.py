@@ -153,8 +153,7 @@ def test_one_byte_caches_with_scales(
 @pytest.mark.parametrize("dtype", [FP8, INT8])
 @pytest.mark.parametrize(
     ("heads", "seq_q", "head_dim", "splits", "window"),
-    # Two columns to a word and padded ones; then what only the kernel for other elements takes:
-    # odd heads, more than 16 rows.
+    # Padded columns, a window, a head size whose pairs are split, more than 16 rows.
     [((4, 1), 2, 40, 2, 70), ((2, 2), 1, 64, 1, None), ((2, 1), 1, 33, 2, 70), ((8, 1), 3, 16, 2, 9)],
 )  # fmt: skip
 def test_one_byte_caches_of_other_heads_and_windows(
