@@ -14,7 +14,14 @@ from planner.decode_run import CacheDtype, CacheKind, DecodeRun, parse_decode
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow, read_file
 from planner.serve_run import ServeRun
-from planner.serving.runs import TODAY, RanAs, predict_decode, served_model, waits_for_host
+from planner.serving.runs import (
+    TODAY,
+    RanAs,
+    compare_served,
+    predict_decode,
+    served_model,
+    waits_for_host,
+)
 from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, SERVE_ROWS, StepTimes
 from planner.simulation.runs import Compared, SimulatedRun, compare_latency, simulated_rows
 
@@ -26,7 +33,7 @@ HOW_DECODED = """
 Time per step of all rows, and of the whole prefill; **predicted** is today's, **fit** marks a row that a
 constant of the prediction was fitted to, which counts in no average. **bandwidth** is the bytes that a step
 must move over what the sheet's memory rate moves in the measured time. `static` is transformers' generation
-with sdpa and its static cache, not compiled. Rows marked 1 were taken before the products of query, key and
+with sdpa and its static cache, `compiled` the same with its decode step compiled by torch. Rows marked 1 were taken before the products of query, key and
 value were joined. **host** marks a prefill whose kernels the host started one by one, where today it is one graph:
 it took the host's time, which differs from session to session, and counts in no average.
 """
@@ -153,9 +160,9 @@ def short(spec: ModelSpec) -> str:
 def _decode_table(decoded: Sequence[Decoded]) -> Iterator[str]:
     yield (
         "| model | batch | context | cache | step | predicted | error | bandwidth | prefill | predicted "
-        "| error | static over ours |"
+        "| error | static over ours | compiled over ours |"
     )
-    yield "|---|--:|--:|---|" + "--:|" * 8
+    yield "|---|--:|--:|---|" + "--:|" * 9
     for one in decoded:
         measured = one.row.measured
         cells = (
@@ -167,6 +174,7 @@ def _decode_table(decoded: Sequence[Decoded]) -> Iterator[str]:
             f"{100 * one.moved_share:.0f} %",
             *_prefill_cells(one),
             _over(measured, "static"),
+            _over(measured, "static_compiled"),
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -208,7 +216,36 @@ def _decode_words(decoded: Sequence[Decoded]) -> Iterator[str]:
                 f"- Time of {'a step' if name == 'decode' else 'the prefill'}, predicted: {fmean(errors):.1f} % "
                 f"mean absolute error, {max(errors):.1f} % worst, over {len(errors)} rows."
             )
+    yield from _byte_words(decoded)
+    yield from _compiled_words(decoded)
     yield from _one_byte_words(decoded)
+
+
+def _byte_words(decoded: Sequence[Decoded]) -> Iterator[str]:
+    """Say how far the predicted allocated peaks are from the measured ones."""
+    found = [pair for one in decoded for pair in compare_served(one.row)]
+    for quantity, words in (("prefill_allocated", "prefilling"), ("decode_allocated", "decoding")):
+        errors = [abs(one.error_percent) for one in found if one.quantity == quantity]
+        if errors:
+            yield (
+                f"- Peak of allocated bytes while {words}, predicted: {fmean(errors):.2f} % mean absolute error, "
+                f"{max(errors):.2f} % worst, over {len(errors)} rows; weights and cache to the byte."
+            )
+
+
+def _compiled_words(decoded: Sequence[Decoded]) -> Iterator[str]:
+    """Say how transformers' fastest generation compares, where it ran beside ours."""
+    for one in decoded:
+        peer = (one.row.measured.get("peers") or {}).get("static_compiled") or {}
+        if "decode_time_s" not in peer:
+            continue
+        own = one.row.measured
+        prefill = peer["prefill_time_s"] / own["prefill_time_s"]
+        yield (
+            f"- {short(one.spec)} at batch {one.run.batch} and context {one.run.context:,}: transformers' compiled "
+            f"generation takes {peer['decode_time_over_ours']:.2f} times our time for a token and {prefill:.2f} times "
+            "our prefill's."
+        )
 
 
 def _one_byte_words(decoded: Sequence[Decoded]) -> Iterator[str]:

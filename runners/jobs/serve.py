@@ -48,7 +48,6 @@ from runners.serving.vllm_peer import check_vllm
 
 # So many requests are decoded once more, each alone, and compared.
 _CHECKED = 4
-_IDLE_S = 0.001
 
 
 def measure_serving(session: JobSession) -> None:
@@ -172,7 +171,7 @@ def _replay(
                 leaving.append((requests[arrived], limit))
             arrived += 1
         if engine.is_idle:
-            time.sleep(_IDLE_S)
+            time.sleep(max(0.0, trace[arrived].arrival_s - now_s))
             continue
         for request, limit in leaving:
             if len(request.tokens) >= limit:
