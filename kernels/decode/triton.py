@@ -218,7 +218,7 @@ def _kernel_for(
     """
     if k_scale is None or v_scale is None:
         return kernels.decode_kernel, k, v, (), {}
-    words = is_even(k.shape[3], [(t.storage_offset(), *t.stride()[:3]) for t in (k, v)])
+    words = is_even(k.shape[3], [(int(t.storage_offset()), *t.stride()[:3]) for t in (k, v)])
     options = {"WORDS": words, "FP8": k.dtype == torch.float8_e4m3fn, "PACKED": HAS_PTX}
     options |= {"PER_TOKEN": k_scale.dim() == 3, "ONE_QUERY": q.shape[2] == 1}
     if words:
