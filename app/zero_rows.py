@@ -154,6 +154,7 @@ def measured_row(
     return {
         **spread,
         "allocated_bytes": measured["allocated_bytes"],
+        "step_time_s": measured.get("step_time_s"),
         "parameters": state.get("parameter_bytes", 0),
         "optimizer": state.get("optimizer_bytes", 0),
     }
@@ -212,14 +213,21 @@ def remainder_sentences(found: Mapping[str, Any], show: Show) -> list[str]:
 
 
 def table_rows(
-    rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]],
+    measured: Sequence[Mapping[str, Any]],
+    timed: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Return the page's table in bytes: prediction, measurement and ideal of each row."""
+    """Return the page's table in bytes: prediction, measurement and ideal of each row.
+
+    `timed` are lines of `timed_like`: a peer's step time over ours in the same run, the newest.
+    """
     seen = {(m["engine"], m["zero_stage"], m["world_size"]): m for m in measured}
+    ratios = {(line["peer"], line["stage"], line["ranks"]): 1 / line["ratio"] for line in timed}
     lines = []
     for row in rows:
-        found = seen.get((row["engine"], row["zero_stage"], row["world_size"]), {})
-        actual = found.get("allocated_bytes")
+        place = (row["engine"], row["zero_stage"], row["world_size"])
+        found, ratio = seen.get(place, {}), ratios.get(place)
+        actual, step_s = found.get("allocated_bytes"), found.get("step_time_s")
         predicted = row["allocated_bytes"]
         lines.append(
             {
@@ -237,6 +245,8 @@ def table_rows(
                 "reserved_bytes": row["reserved_bytes"],
                 "device_bytes": row["device_bytes"],
                 "measured_in_world": found.get("world"),
+                "measured_step_ms": round(1000 * step_s, 1) if step_s else None,
+                "step_over_ours_in_the_same_run": None if ratio is None else round(ratio, 3),
             }
         )
     return lines

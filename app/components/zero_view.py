@@ -42,14 +42,14 @@ def show_zero_page() -> None:
         zero_rows.check_trains(plan)
         st.caption(WHAT_ZERO_DOES)
         found = zero_rows.zero_rows(plan, *_choices(plan))
-        measured = zero_rows.measured_like(plan)
+        measured, timed = zero_rows.measured_like(plan), zero_rows.timed_like(plan)
         _findings(plan, found["savings"])
         if not found["rows"]:
             st.info("None of these engines has one of these stages.", icon=":material/info:")
         else:
-            _holds(found["rows"], measured, plan.hardware.visible_bytes)
+            _holds(found["rows"], measured, timed, plan.hardware.visible_bytes)
             _sends(found["rows"], plan)
-        _timed(zero_rows.timed_like(plan))
+        _timed(timed)
         _real(plan)
         _refused(found["refused"])
 
@@ -126,11 +126,14 @@ def _findings(plan: Plan, savings: Sequence[Sequence[Mapping[str, Any]]]) -> Non
 
 
 def _holds(
-    rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], capacity_bytes: int
+    rows: Sequence[Mapping[str, Any]],
+    measured: Sequence[Mapping[str, Any]],
+    timed: Sequence[Mapping[str, Any]],
+    capacity_bytes: int,
 ) -> None:
     places = {(row["engine"], row["zero_stage"], row["world_size"]) for row in rows}
     shown = [m for m in measured if (m["engine"], m["zero_stage"], m["world_size"]) in places]
-    lines = zero_rows.table_rows(rows, shown)
+    lines = zero_rows.table_rows(rows, shown, timed)
     said = (
         f"{len(shown)} of these rows were measured (filled, the bar below)."
         if shown
@@ -147,7 +150,12 @@ def _holds(
         rows=lines,
     )
     st.markdown("### Stage by stage")
-    show_table([_in_unit(line) for line in lines], key="zero_table", title="Stages and engines")
+    table = [{**_in_unit(line), **_not_measured(line)} for line in lines]
+    show_table(table, key="zero_table", title="Stages and engines")
+
+
+def _not_measured(line: Mapping[str, Any]) -> dict[str, str]:
+    return {"measured": "not measured"} if line["measured_bytes"] is None else {}
 
 
 def _in_unit(line: Mapping[str, Any]) -> dict[str, Any]:

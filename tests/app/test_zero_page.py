@@ -39,7 +39,9 @@ def test_every_stage_of_every_engine_is_shown_beside_what_was_measured(opened: O
         *(("deepspeed", stage) for stage in (1, 2, 3)),
     ]
     # Two GPUs ran these stages of FSDP2 for the recorded rows.
-    assert table[table["engine"] == "fsdp2"]["measured"].notna().all()
+    fsdp2 = table[table["engine"] == "fsdp2"]
+    assert "not measured" not in set(fsdp2["measured"])
+    assert fsdp2["step over ours in the same run"].dropna().gt(1).all()
     shown = texts(app)
     assert "Qwen2.5-0.5B · train 1 × 4,096 tokens" in shown
     assert "**Stage 1**, peakmark × 2 saves" in shown
@@ -55,7 +57,7 @@ def test_every_stage_of_every_engine_is_shown_beside_what_was_measured(opened: O
 def test_real_ranks_stand_beside_one_alone(opened: Opened) -> None:
     app = page(opened, model="Qwen/Qwen2.5-0.5B", gpus="2")
     table = next(frame.value for frame in app.dataframe if "exposed ms" in frame.value)
-    assert set(table["plan"]) == {"Qwen2.5-0.5B, 1 x 4096 tokens"}
+    assert set(table["plan"]) == {"Qwen2.5-0.5B, 1 × 4,096 tokens"}
     ours = table[(table["engine"] == "peakmark") & (table["stage"] == 3)].iloc[0]
     # A rank alone allocates what each of two real ones does.
     assert ours["allocated"] == ours["alone allocated"]
@@ -106,11 +108,24 @@ def test_a_measurement_counts_for_the_same_work_only() -> None:
         "zero_stage": 1,
         "world_size": 8,
         "allocated_bytes": 9,
+        "step_time_s": None,
         "parameters": 2,
         "optimizer": 3,
     }
     assert zero_rows.measured_row(work, {**plan, "model": {"preset": "b"}}, measured) is None
     assert zero_rows.measured_row(work, plan, {"allocated_bytes": None}) is None
+
+
+def test_a_row_says_what_its_step_took_beside_ours() -> None:
+    row = {**line(2, GIB, 0.0), "engine": "fsdp2", "ideal_bytes": GIB, "distance_percent": 0.0}
+    row |= {"verdict": "fits", "peak_phase": "loss", "parts": {}}
+    row |= {"reserved_bytes": GIB, "device_bytes": GIB}
+    seen = {"engine": "fsdp2", "zero_stage": 2, "world_size": 8, "allocated_bytes": GIB}
+    timed = [{"peer": "fsdp2", "stage": 2, "ranks": 8, "ratio": 0.8}]
+    told = zero_rows.table_rows([row], [{**seen, "step_time_s": 0.5, "world": "solo"}], timed)[0]
+    assert (told["measured_step_ms"], told["step_over_ours_in_the_same_run"]) == (500.0, 1.25)
+    told = zero_rows.table_rows([row], [])[0]
+    assert told["measured_step_ms"] is told["step_over_ours_in_the_same_run"] is None
 
 
 def test_engines_timed_in_turns_are_told_with_their_mean() -> None:
