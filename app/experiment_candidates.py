@@ -12,10 +12,13 @@ from app.experiment_rows import spec_words
 from db import repository
 from db.database import resolve_url
 from db.measurements import measurements
-from db.types import Origin
+from db.types import Origin, RunKind
+from planner.workload import TrainingWorkload, flat_dict
 
 CANDIDATES_SHOWN = 200
 CANDIDATES_TTL_S = 20
+# What an example varies is engine and stage alone: all else of the step is as plans begin.
+_PLAIN, _SHAPE = TrainingWorkload(), ("sequence_length", "micro_batch")
 
 
 def candidates(search: str) -> list[dict[str, Any]]:
@@ -64,3 +67,30 @@ def _candidate(
     }
     text = " ".join((*map(str, line.values()), str(spec.get("kind")))).casefold()
     return {**line, "run_id": run_id, "row_id": row_id, "all": text}
+
+
+EXAMPLE = "Example: stages and engines of Qwen3-1.7B on 8 ranks"
+
+
+def example_rows() -> list[str]:
+    """Return the recorded steps of one model and batch that differ in engine and stage; with repeats."""
+    return [
+        seen.id
+        for seen in measurements(services.database(), kinds=[RunKind.TRAIN_STEP])
+        if seen.origin is Origin.RECORDED and str(seen.outcome) == "done" and _is_example(seen.spec)
+    ]
+
+
+def _is_example(spec: Mapping[str, Any]) -> bool:
+    plan = spec["plan"]
+    workload, spread = plan.get("workload") or {}, plan.get("parallelism") or {}
+    plain = {name: value for name, value in flat_dict(_PLAIN).items() if name not in _SHAPE}
+    return (
+        plan["model"].get("preset") == "Qwen/Qwen3-1.7B"
+        and spec["world"] == "solo"
+        and spread.get("world_size") == 8
+        and spread.get("engine", "peakmark") in ("peakmark", "fsdp2")
+        and workload.get("sequence_length", 4096) == 4096
+        and workload.get("micro_batch", 1) == 1
+        and all(workload.get(name, value) == value for name, value in plain.items())
+    )

@@ -64,7 +64,7 @@ def spec_words(spec: Mapping[str, Any]) -> str:
     shape = spec.get("attention")
     if kind == "attention" and isinstance(shape, Mapping):
         heads = f"{shape.get('heads')}/{shape.get('kv_heads')} heads of {shape.get('head_dim')}"
-        return f"attention {shape.get('batch')} × {shape.get('sequence_length')}, {heads}"
+        return f"attention {shape.get('batch', 1):,} × {shape.get('sequence_length', 0):,}, {heads}"
     return kind
 
 

@@ -46,7 +46,7 @@ def _model(document: Mapping[str, Any]) -> str:
     model, workload = document["model"], document.get("workload", {})
     name = str(model.get("preset") or model.get("name") or "custom").rsplit("/", 1)[-1]
     checkpointing = workload.get("checkpointing", "none")
-    tokens = f"{workload.get('micro_batch', 1)} x {workload.get('sequence_length')} tokens"
+    tokens = f"{workload.get('micro_batch', 1):,} × {workload.get('sequence_length', 0):,} tokens"
     kept = "" if checkpointing == "none" else f", checkpointing {checkpointing}"
     return f"{name}, {tokens}{kept}"
 

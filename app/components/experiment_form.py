@@ -72,6 +72,26 @@ def _change(chosen: int, name: str) -> None:
         )
 
 
+def offer_example() -> None:
+    """Draw the button that makes an experiment of recorded measurements, to see what one says."""
+    st.button(
+        "Make an example of measurements that came with Peakmark",
+        icon=":material/science:",
+        key="experiment_example",
+        on_click=_make_example,
+    )
+
+
+def _make_example() -> None:
+    def act() -> None:
+        database = services.database()
+        made = experiments.create_experiment(database, experiment_candidates.EXAMPLE)
+        experiments.add_members(database, made, (), experiment_candidates.example_rows())
+        st.session_state[CHOSEN] = made
+
+    _told(act)
+
+
 def _told(act: Callable[[], Any]) -> bool:
     """Do something; keep what is wrong with it for the page to tell. Says whether it was done."""
     st.session_state.pop(PROBLEM, None)

@@ -11,7 +11,7 @@ import streamlit as st
 from app import experiment_rows, services
 from app.charts.experiments import repeats_figure
 from app.charts.style import axis_unit, size_text
-from app.components.experiment_form import add_runs, choose_experiment, remove_runs
+from app.components.experiment_form import add_runs, choose_experiment, offer_example, remove_runs
 from app.components.figure import show_figure
 from app.components.header import unit
 from app.components.problems import told_in_one_sentence
@@ -40,6 +40,7 @@ def show_experiments_page() -> None:
                 "measurements that came with Peakmark into it.",
                 icon=":material/science:",
             )
+            offer_example()
             return
         analysis = experiment_rows.analyse(services.database(), chosen)
         add_runs(chosen, is_empty=not analysis.members)

@@ -86,7 +86,9 @@ def _buttons(plan: Plan, levers: Sequence[Lever], key: str, unit: str) -> None:
     before = values_of_plan(plan.to_dict())
     for number, lever in enumerate(levers):
         # A button's own words are cut off on a phone: they stand beside it.
-        with st.container(horizontal=True, vertical_alignment="center", key=f"{key}_row_{number}"):
+        with st.container(
+            horizontal=True, wrap=False, vertical_alignment="center", key=f"{key}_row_{number}"
+        ):
             st.markdown(lever_sentence(lever, unit), width="stretch")
             st.button(
                 "Apply",

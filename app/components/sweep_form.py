@@ -65,6 +65,7 @@ def _choices(plan: Plan, link: SweepLink) -> dict[str, Sequence[Any]]:
                 default=link.values(name, chosen),
                 selection_mode="multi",
                 key=f"sweep_{name}",
+                wrap=True,
             )
         link.keep(name, found[name], chosen)
     return found

@@ -204,13 +204,14 @@ def _front_table(front: Sequence[Mapping[str, Any]], price: float | None) -> int
 def _shown(row: Mapping[str, Any], chosen: str) -> dict[str, Any]:
     cost = row.get("cost_per_million_tokens")
     return {
-        "plan": choice_words(row),
         "GPUs": row["gpus"],
         "tokens/s": _four_digits(row["tokens_per_s"]),
         "per GPU": _four_digits(row["tokens_per_s_per_gpu"]),
         "memory per GPU": size_text(row["device_bytes"], chosen),
         "MFU %": round(100 * row["mfu"], 1),
         **({} if cost is None else {"per million tokens": round(cost, 4)}),
+        # Last, for it is wider than a phone.
+        "plan": choice_words(row),
     }
 
 

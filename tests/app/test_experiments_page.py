@@ -206,3 +206,15 @@ def test_what_the_command_cannot_show_is_one_sentence(
     code, _, err = run("experiments", *arguments)
     assert code == 2
     assert sentence in err
+
+
+def test_an_empty_page_offers_an_example_of_recorded_measurements(database_url: str) -> None:
+    app = page()
+    whole(app.button(key="experiment_example").click().run())
+    [made] = list_experiments(services.database())
+    specs = [one.spec for one in experiment_members(services.database(), made.id)]
+    spreads = [spec["plan"]["parallelism"] for spec in specs]  # type: ignore[index]
+    assert {spread["engine"] for spread in spreads} == {"peakmark", "fsdp2"}
+    assert {spread["world_size"] for spread in spreads} == {8}
+    assert len(specs) > len({(s["engine"], s["zero_stage"]) for s in spreads})
+    assert "Is the difference real?" in [box.label for box in app.expander]
