@@ -17,10 +17,23 @@ def collective_times_s(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     found = {}
     for name in ranks[0]["collectives"]:
-        seen = [rank["collectives"][name] for rank in ranks if name in rank["collectives"]]
-        calls = [one.get("times_s") for one in seen]
-        if all(calls) and len({len(times) for times in calls if times}) == 1:
-            found[name] = sum(map(min, zip(*(times for times in calls if times), strict=True)))
-        else:
-            found[name] = min(float(one["time_s"]) for one in seen)
+        calls = _calls(ranks, name)
+        found[name] = sum(map(min, zip(*calls, strict=True))) if calls else _smallest(ranks, name)
     return found
+
+
+def are_calls_apart(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every call's time is known on every rank, so that no rank's waiting is in their sum."""
+    names = ranks[0]["collectives"] if ranks else ()
+    return bool(names) and all(_calls(ranks, name) for name in names)
+
+
+def _calls(ranks: Sequence[Mapping[str, Any]], name: str) -> list[list[float]]:
+    """Each rank's times of one collective's calls; nothing where ranks do not tell as many."""
+    seen = [rank["collectives"].get(name, {}).get("times_s") or [] for rank in ranks]
+    return seen if len({len(times) for times in seen}) == 1 and seen[0] else []
+
+
+def _smallest(ranks: Sequence[Mapping[str, Any]], name: str) -> float:
+    seen = [rank["collectives"][name] for rank in ranks if name in rank["collectives"]]
+    return min(float(one["time_s"]) for one in seen)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.collective_times import collective_times_s
+from planner.collective_times import are_calls_apart, collective_times_s
 from planner.memory.overheads import NCCL_OVERHEAD
 from planner.offload import host_step
 from planner.plan import Plan
@@ -107,10 +107,15 @@ def compare_alone(plan: Plan, measured: Mapping[str, Any]) -> list[Comparison]:
 def _communication_s(
     prediction: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> tuple[float | None, float | None]:
-    """Return the time of all collectives of a step, predicted and in the traced step."""
-    seen = collective_times_s(measured.get("kernel_times") or ())
-    if not seen:
+    """Return the time of all collectives of a step, predicted and in the traced step.
+
+    Where a row does not tell calls apart, a rank's waits for the others are in its sums: what the
+    collectives themselves took is not known.
+    """
+    ranks = measured.get("kernel_times") or ()
+    if not are_calls_apart(ranks):
         return None, None
+    seen = collective_times_s(ranks)
     predicted = sum(item["time_s"] for item in prediction["throughput"]["communication"])
     return predicted, sum(seen.values())
 

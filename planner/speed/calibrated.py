@@ -98,8 +98,7 @@ def _scaled(rates: Rates, measured: Gpu, gpu: Gpu) -> Rates:
             for name, points in rates.attention.items()
         },
         collectives={
-            name: (sizes, times - np.log(link))
-            for name, (sizes, times) in rates.collectives.items()
+            name: (sizes, times / link) for name, (sizes, times) in rates.collectives.items()
         },
         network_share=_network_share(gpu),
         gpus_per_node=gpu.gpus_per_node,

@@ -133,10 +133,11 @@ class Rates:
         A ring of N ranks moves (N - 1) / N of it: times were measured between two. Beyond a node the
         network has `network_share` of the rate within it. A broadcast counts as a gather.
         """
-        sizes, times = self.collectives.get(operation) or self.collectives["all_gather"]
+        sizes_bytes, times_s = self.collectives.get(operation) or self.collectives["all_gather"]
         several = larger(ranks * 1.0, 2.0)
-        place = np.log(larger(size_bytes * 2.0 * (several - 1) / several, 1.0))
-        inside = np.exp(np.interp(place, sizes, times) + larger(0.0, place - sizes[-1]))
+        moved = size_bytes * 2.0 * (several - 1) / several
+        # A start and a rate: between two points a line.
+        inside = np.interp(moved, sizes_bytes, times_s) * larger(1.0, moved / sizes_bytes[-1])
         beyond = several > self.gpus_per_node
         if isinstance(beyond, bool):
             return float(inside / self.network_share if beyond else inside)
@@ -215,7 +216,10 @@ def rates_from_curves(
             curves, idle_s, instead.warm_streams if instead else None, prefers_warm=True
         ),
         attention={**(instead.attention if instead else {}), **_attention_points(curves, idle_s)},
-        collectives={**(instead.collectives if instead else {}), **_collective_points(curves)},
+        collectives={
+            **(instead.collectives if instead else {}),
+            **_collective_points(curves, idle_s),
+        },
         network_share=network_share,
         gpus_per_node=gpus_per_node,
         host=host,
@@ -334,15 +338,16 @@ def _attention_points(curves: Iterable[Curve], idle_s: float) -> dict[str, Atten
     return points
 
 
-def _collective_points(curves: Iterable[Curve]) -> dict[str, tuple[Floats, Floats]]:
+def _collective_points(curves: Iterable[Curve], idle_s: float) -> dict[str, tuple[Floats, Floats]]:
+    """Bytes of the full buffers and seconds of each collective."""
     groups: dict[str, list[Curve]] = {}
     for curve in _merged(curves):
         if curve.operation in ("all_reduce", "all_gather", "reduce_scatter"):
             groups.setdefault(curve.operation, []).append(curve)
     return {
         name: (
-            np.log([float(curve.bytes) for curve in found]),
-            np.log([curve.time_s for curve in found]),
+            np.array([float(curve.bytes) for curve in found]),
+            np.array([max(curve.time_s - idle_s, _SMALLEST_KERNEL_S) for curve in found]),
         )
         for name, found in groups.items()
     }

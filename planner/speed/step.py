@@ -8,8 +8,8 @@ take from it, and the last one of a phase, which nothing is left to hide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,6 +34,10 @@ from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
 PHASES = ("forward", "backward", "optimizer")
 # NCCL's kernels take multiprocessors from what computes beside them: 24 channels of an H200's 132.
 _CONTENTION = 24 / 132
+# Reductions read and add besides sending, and so wait for memory that kernels read, too: in two steps
+# that kept the GPU busy (3dadfdf172155bd6, 4acda044bfbf6549: calibration) their all-reduces took 1.31 times as long
+# as alone. Gathers did not, nor reductions beside a GPU that waited for its host most of the time.
+_REDUCTIONS, _SLOWER_BESIDE = ("all_reduce", "reduce_scatter"), 0.31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,19 +119,20 @@ def training_step(
     busy_s: dict[str, Any] = dict.fromkeys(PHASES, 0)
     for part in every:
         busy_s[part.shown_phase] = busy_s[part.shown_phase] + part.time_s
-    exposed_s = {name: _exposed_s(busy_s[name], beside.in_phase(name), alone) for name in PHASES}
     launches = {
         name: sum(part.launches for part in parts if part.phase == name)
         for name in ("forward", "backward", "recompute")
     }
     sharers = ranks * parallelism.context_parallel
-    started = host_time(rates.host, spec, workload, parallelism, launches, sharers)
+    host_s = _by_phase(host_time(rates.host, spec, workload, parallelism, launches, sharers))
+    sent = beside.sent if alone else _slowed(beside.sent, busy_s, host_s)
+    exposed_s = {name: _exposed_s(busy_s[name], _in_phase(sent, name), alone) for name in PHASES}
     return Step(
         gpu_s={name: busy_s[name] + exposed_s[name] for name in PHASES},
-        host_s=_by_phase(started),
+        host_s=host_s,
         exposed_s=exposed_s,
         parts=every,
-        sent=beside.sent,
+        sent=sent,
         runs=_runs(workload, parallelism.engine),
     )
 
@@ -137,14 +142,6 @@ class _Beside(NamedTuple):
 
     parts: tuple[Part, ...]
     sent: tuple[Sent, ...]
-
-    def in_phase(self, phase: str) -> list[tuple[Any, Any]]:
-        """(time, calls) of what is sent in a phase."""
-        return [
-            (one.time_s * one.shares[phase], one.calls * one.shares[phase])
-            for one in self.sent
-            if phase in one.shares
-        ]
 
 
 def _beside(
@@ -231,6 +228,32 @@ def _by_phase(host: HostTime) -> dict[str, Any]:
     }
 
 
+def _slowed(
+    sent: tuple[Sent, ...], busy_s: Mapping[str, Any], host_s: Mapping[str, Any]
+) -> tuple[Sent, ...]:
+    """Let reductions take longer the more the GPU computes of a backward, from half of it on.
+
+    A backward takes what the GPU computes, what the host takes to start it or what is sent in it.
+    """
+    sent_s = sum((time_s for time_s, _ in _in_phase(sent, "backward")), 0.0)
+    computing_s = busy_s["backward"]
+    busy = computing_s / larger(larger(computing_s, host_s["backward"]), sent_s)
+    slower = 1.0 + _SLOWER_BESIDE * larger(0.0, 2.0 * busy - 1.0)
+    return tuple(
+        replace(one, time_s=one.time_s * slower) if one.collective in _REDUCTIONS else one
+        for one in sent
+    )
+
+
+def _in_phase(sent: Iterable[Sent], phase: str) -> list[tuple[Any, Any]]:
+    """(time, calls) of what is sent in a phase."""
+    return [
+        (one.time_s * one.shares[phase], one.calls * one.shares[phase])
+        for one in sent
+        if phase in one.shares
+    ]
+
+
 def _exposed_s(busy_s: Any, sent: list[tuple[Any, Any]], alone: bool) -> Any:
     """What a phase takes longer for its collectives than its kernels alone.
 
@@ -273,7 +296,7 @@ def _sent(
 
 def _shares(name: str, engine: Engine, stage: int) -> dict[str, float]:
     """In which phases an engine's collective runs, and how much of it."""
-    if name in ("reduce_scatter", "all_reduce"):
+    if name in _REDUCTIONS:
         return {"backward": 1.0}
     if name == "broadcast" or (engine is Engine.DEEPSPEED and stage < 3):
         return {"optimizer": 1.0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.collective_times import collective_times_s
+from planner.collective_times import are_calls_apart, collective_times_s
 from planner.real_ranks import real_runs
 from planner.records import Kind, RecordedRow, Role
 
@@ -64,9 +64,9 @@ def test_of_every_call_the_rank_that_came_last_counts() -> None:
         {"collectives": {"all_gather": {"time_s": 9.0, "times_s": [1.0, 8.0]}}},
         {"collectives": {"all_gather": {"time_s": 7.0, "times_s": [5.0, 2.0]}}},
     ]
-    assert collective_times_s(ranks) == {"all_gather": 3.0}
+    assert collective_times_s(ranks) == {"all_gather": 3.0} and are_calls_apart(ranks)
     ranks[0]["collectives"]["all_gather"]["times_s"] = [1.0]
-    assert collective_times_s(ranks) == {"all_gather": 7.0}
+    assert collective_times_s(ranks) == {"all_gather": 7.0} and not are_calls_apart(ranks)
     assert collective_times_s([]) == {}
 
 

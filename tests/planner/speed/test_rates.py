@@ -123,12 +123,14 @@ def test_a_ring_moves_more_of_a_buffer_the_more_ranks_it_has() -> None:
         curve("all_gather", (1, 2), 1e-3, bytes=10**6),
         curve("all_gather", (2, 2), 4e-3, bytes=4 * 10**6),
     )
-    # Between two ranks half of the buffer moves, among four three quarters: as of one and a half.
-    assert found.collective_s("all_gather", 2e6, 2) == pytest.approx(2e-3)
-    assert found.collective_s("all_gather", 2e6, 4) == pytest.approx(3e-3)
-    assert found.collective_s("all_gather", 8e6, 2) == pytest.approx(8e-3)
+    # What passes between two events, 1 us, is off both points: 1 ns a byte and 1 us less. Between two
+    # ranks half of the buffer moves, among four three quarters: as of one and a half.
+    assert found.collective_s("all_gather", 2e6, 2) == pytest.approx(2e-3 - 1e-6)
+    assert found.collective_s("all_gather", 2e6, 4) == pytest.approx(3e-3 - 1e-6)
+    assert found.collective_s("all_gather", 8e6, 2) == pytest.approx(2 * (4e-3 - 1e-6))
     # Beyond a node the network has a quarter of the rate.
-    assert found.collective_s("all_gather", 2e6, 16) == pytest.approx(4 * 2e-3 * 15 / 8)
+    fifteen_eighths = 4 * (2e-3 * 15 / 8 - 1e-6)
+    assert found.collective_s("all_gather", 2e6, 16) == pytest.approx(fifteen_eighths)
 
 
 def test_another_gpu_reaches_as_much_of_its_sheet() -> None:

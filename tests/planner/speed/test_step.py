@@ -23,7 +23,7 @@ from planner.speed.engine_work import (
 from planner.speed.gpu_time import Part, micro_batch_parts
 from planner.speed.host import HostTable, host_time
 from planner.speed.operation_lists import list_key, operation_list
-from planner.speed.step import Step, _exposed_s, training_step
+from planner.speed.step import Sent, Step, _exposed_s, _slowed, training_step
 from planner.workload import (
     Attention,
     Checkpointing,
@@ -263,3 +263,18 @@ def test_the_step_is_the_longer_of_gpu_and_host() -> None:
 def test_rows_that_set_a_constant_are_named() -> None:
     # Sixteen for the host's pace, eight for DeepSpeed's stage 3.
     assert len(rows_used()) == 24
+
+
+def test_reductions_take_longer_beside_a_gpu_that_computes() -> None:
+    one = Sent(
+        collective="reduce_scatter", bytes=8.0, calls=2, time_s=1.0, shares={"backward": 1.0}
+    )
+    gather = replace(one, collective="all_gather", shares={"forward": 1.0})
+
+    def slowed(busy_s: float) -> list[float]:
+        return [s.time_s for s in _slowed((one, gather), {"backward": busy_s}, {"backward": 4.0})]
+
+    # Computing for half of the time that the host takes, for three quarters, for more than it takes.
+    assert slowed(2.0) == [1.0, 1.0]
+    assert slowed(3.0) == pytest.approx([1.155, 1.0])
+    assert slowed(9.0) == pytest.approx([1.31, 1.0])
