@@ -115,15 +115,19 @@ def report(detail: RunDetail, *, as_json: bool) -> None:
         print_json({"schema": 1, **detail.to_dict()})
         return
     say_outcome(detail)
-    print_decode(detail.spec, detail.measured or {})
+    print_decode(detail.spec, detail.measured or {}, detail.environment)
 
 
-def print_decode(spec: Any, measured: Any) -> None:
+def print_decode(spec: Any, measured: Any, environment: Any) -> None:
     """Print a decode run's figures; nothing for one that measured none."""
     from planner.decode_run import COLUMNS, headline, result_cells
+    from planner.serving.runs import COMPARED_COLUMNS, decode_cells
 
     if "decode_time_s" not in measured:
         return
     title = headline(spec["decode"], measured)
     print_table(make_table(title, COLUMNS[:1], COLUMNS[1:], result_cells(measured)))
+    if cells := decode_cells(spec["decode"], measured, environment):
+        title = "Today's prediction beside it"
+        print_table(make_table(title, COMPARED_COLUMNS[:1], COMPARED_COLUMNS[1:], cells))
     print_line(f"Attention: {measured['attention_backend']}; graphs: {measured['graphs']}")

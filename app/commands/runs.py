@@ -121,7 +121,7 @@ def show_command(run_id: RunId, json: JsonFlag = False) -> None:
     elif summary.kind.value == "attention":
         print_attention(detail)
     elif summary.kind.value == "decode":
-        print_decode(detail.spec, detail.measured or {})
+        print_decode(detail.spec, detail.measured or {}, detail.environment)
     elif summary.kind.value == "serve":
         print_serving(detail)
     elif summary.kind.value == "profile":

@@ -9,6 +9,7 @@ import streamlit as st
 
 from app.components.figure import metric_row
 from planner.decode_run import COLUMNS, headline, result_cells
+from planner.serving.runs import COMPARED_COLUMNS, decode_cells
 from planner.units import format_bytes, format_count, format_seconds
 
 
@@ -29,6 +30,7 @@ def show_decode(run: Mapping[str, Any]) -> None:
         hide_index=True,
         alt="Our decoding beside transformers' generation of the same model and prompts",
     )
+    _show_predicted(run)
     st.caption(
         f"A step decodes one token of every sequence: median of {spread['n']}, from "
         f"{format_seconds(spread['p10_s'])} (p10) to {format_seconds(spread['p90_s'])} (p90). "
@@ -36,3 +38,13 @@ def show_decode(run: Mapping[str, Any]) -> None:
         f"{'yes' if measured['graphs'] else 'no'}. transformers' time is that of a whole generation "
         "less one of a single token, over the rest."
     )
+
+
+def _show_predicted(run: Mapping[str, Any]) -> None:
+    cells = decode_cells(run["spec"]["decode"], run["measured"], run["environment"])
+    if cells:
+        st.dataframe(
+            [dict(zip(COMPARED_COLUMNS, line, strict=True)) for line in cells],
+            hide_index=True,
+            alt="Today's prediction of this run beside what it measured",
+        )

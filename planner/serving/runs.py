@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -17,7 +17,7 @@ from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import GRAPH_CHUNKS, MAX_GRAPH_TOKENS, ServeRun, parse_serve
 from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, ServedModel, StepTimes
-from planner.units import MIB_BYTES
+from planner.units import MIB_BYTES, format_bytes, format_seconds
 from planner.workload import KvDtype, WeightsDtype
 
 # A prefill runs as many rows at once as have so many tokens together; the first steps are not timed
@@ -232,32 +232,67 @@ def compare_served(row: RecordedRow) -> list[Comparison]:
             ],
             row.measured,
         )
-    run, spec = parse_decode(row.spec["decode"])
-    found = predict_decode(run, spec, gpu, RanAs.of(row.kind, row.measured))
+    run, _ = parse_decode(row.spec["decode"])
+    by_host = waits_for_host(row, run)
+    left_out = {"prefill_time"} if row.id in PREFILL_ROWS else set()
+    left_out |= {"decode_time"} if row.id in DECODE_ROWS else set()
+    return [
+        replace(one, quantity="prefill_by_host_time")
+        if by_host and one.quantity == "prefill_time"
+        else one
+        for one in compare_decode(row.spec["decode"], row.measured, gpu)
+        if one.quantity not in left_out
+    ]
+
+
+def compare_decode(given: object, measured: Mapping[str, Any], gpu: Gpu) -> list[Comparison]:
+    """Pair what a decode run on a GPU measured with today's prediction of it as it was made."""
+    run, spec = parse_decode(given)
+    found = predict_decode(run, spec, gpu, RanAs.of(Kind.DECODE, measured))
+    peaks = ("prefill_peak_allocated_bytes", "decode_peak_allocated_bytes")
     pairs: list[tuple[str, float, str]] = [
         ("decode_weights", found.weights_bytes, "weights_bytes"),
         ("decode_cache", found.cache_bytes, "cache_bytes"),
-        (
-            "prefill_allocated",
-            found.prefill_peak_allocated_bytes,
-            "prefill_peak_allocated_bytes",
-        ),
-        ("decode_allocated", found.decode_peak_allocated_bytes, "decode_peak_allocated_bytes"),
-        *_time_pairs(row, run, found),
+        ("prefill_allocated", found.prefill_peak_allocated_bytes, peaks[0]),
+        ("decode_allocated", found.decode_peak_allocated_bytes, peaks[1]),
+        ("prefill_time", found.prefill_time_s, "prefill_time_s"),
+        ("decode_time", found.decode_time_s, "decode_time_s"),
     ]
-    return _comparisons(pairs, row.measured)
+    return _comparisons(pairs, measured)
 
 
-def _time_pairs(
-    row: RecordedRow, run: DecodeRun, found: DecodePrediction
-) -> list[tuple[str, float, str]]:
-    pairs = []
-    if row.id not in PREFILL_ROWS:
-        name = "prefill_by_host_time" if waits_for_host(row, run) else "prefill_time"
-        pairs.append((name, found.prefill_time_s, "prefill_time_s"))
-    if row.id not in DECODE_ROWS:
-        pairs.append(("decode_time", found.decode_time_s, "decode_time_s"))
-    return pairs
+COMPARED_COLUMNS = ("what", "predicted", "measured", "error")
+_COMPARED_WORDS = {
+    "decode_weights": "weights",
+    "decode_cache": "key-value cache",
+    "prefill_allocated": "peak while prefilling",
+    "decode_allocated": "peak while decoding",
+    "prefill_time": "prefill",
+    "decode_time": "a step",
+}
+
+
+def decode_cells(
+    given: object, measured: Mapping[str, Any], environment: Mapping[str, Any] | None
+) -> list[tuple[str, ...]]:
+    """Return COMPARED_COLUMNS of a stored decode run, for people; none where its GPU is not known."""
+    try:
+        gpu = sheet_of(environment or {})
+        found = [] if gpu is None else compare_decode(given, measured, gpu)
+    except PlanError:
+        # Another version's spec.
+        return []
+    return [
+        (
+            _COMPARED_WORDS[one.quantity],
+            *(
+                format_seconds(value) if one.quantity.endswith("time") else format_bytes(int(value))
+                for value in (one.predicted, one.measured)
+            ),
+            f"{one.error_percent:+.1f} %",
+        )
+        for one in found
+    ]
 
 
 def waits_for_host(row: RecordedRow, run: DecodeRun) -> bool:

@@ -18,6 +18,7 @@ from planner.serving.runs import (
     RanAs,
     compare_served,
     decode_cache_bytes,
+    decode_cells,
     predict_decode,
     serve_peak_bytes,
 )
@@ -113,3 +114,13 @@ def test_rows_that_set_a_constant_are_no_evidence_for_its_time(rows: list[Record
 def test_a_row_of_a_gpu_without_a_preset_is_not_compared(rows: list[RecordedRow]) -> None:
     gpu = {"name": "some accelerator", "total_bytes": 1}
     assert compare_served(replace(rows[0], environment={"gpu": gpu})) == []
+
+
+def test_a_stored_run_s_prediction_is_told_beside_what_it_measured(rows: list[RecordedRow]) -> None:
+    row = next(one for one in rows if "prefill_graph" in one.measured and one.spec["decode"])
+    cells = decode_cells(row.spec["decode"], row.measured, row.environment)
+    assert [line[0] for line in cells[:2]] == ["weights", "key-value cache"]
+    assert {line[3] for line in cells[:2]} == {"+0.0 %"}
+    assert cells[5][0] == "a step" and cells[5][1].endswith(" ms")
+    assert decode_cells(row.spec["decode"], row.measured, {}) == []
+    assert decode_cells({"model": {"preset": "no such"}}, row.measured, row.environment) == []
