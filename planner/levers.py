@@ -159,11 +159,16 @@ def saving(levers: Iterable[Lever], capacity_bytes: int) -> list[Lever]:
 
 
 def speeding(levers: Iterable[Lever]) -> list[Lever]:
-    """Return the levers that still fit and take less GPU time per token, most first."""
+    """Return the levers that still fit and take less GPU time per token, most first.
+
+    Fewer GPUs, which do so too, would take longer.
+    """
     found = [
         lever
         for lever in levers
-        if lever.state is State.FITS and lever.cost_ratio < 1 - _NOTICED_SPEEDUP
+        if lever.state is State.FITS
+        and lever.cost_ratio < 1 - _NOTICED_SPEEDUP
+        and lever.gpu_ratio >= 1
     ]
     return sorted(found, key=lambda lever: lever.cost_ratio)
 

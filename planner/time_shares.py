@@ -160,7 +160,7 @@ def profile_cells(measured: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             PART_WORDS[one.part],
-            str(calls.get(str(one.part), "-")),
+            f"{calls[str(one.part)]:,}" if str(one.part) in calls else "-",
             format_seconds(one.time_s),
             format_seconds(one.alone_s),
             f"{100 * one.share:.1f} %",
@@ -177,7 +177,7 @@ def profile_headline(measured: Mapping[str, Any]) -> str:
     return (
         f"A {what} of {format_seconds(measured['step_time_s'])}, median of "
         f"{measured['step_time_statistics']['n']} without the profiler; split by one more under it "
-        f"({format_seconds(measured['traced_time_s'])}), by {measured['kernels_seen']} "
+        f"({format_seconds(measured['traced_time_s'])}), by {measured['kernels_seen']:,} "
         + ("GPU kernels and copies" if measured["clock"] == "gpu" else "CPU operations")
     )
 

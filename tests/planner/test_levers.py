@@ -130,6 +130,9 @@ def test_levers_are_ranked_and_noticed(plan: Plan, levers: dict[str, Lever]) -> 
     speeds = [predict(lever.plan).throughput.tokens_per_s_per_gpu for lever in quick]
     assert speeds == sorted(speeds, reverse=True)
     assert min(speeds) > predict(plan).throughput.tokens_per_s_per_gpu
+    # Fewer GPUs cost less per token and take longer.
+    everywhere = [predict(lever.plan).throughput.tokens_per_s for lever in quick]
+    assert min(everywhere) > predict(plan).throughput.tokens_per_s
 
 
 def test_one_change_that_fits_is_the_smallest() -> None:
