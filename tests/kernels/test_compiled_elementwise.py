@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kernels.adamw.triton import BLOCK as ADAMW_BLOCK
-from kernels.rms_norm.triton import STAGES, row_options
+from kernels.rms_norm.triton import STAGES, SUMMED_COLUMNS, SUMMED_ROWS, row_options
 from kernels.rope.triton import tile_options
 from kernels.swiglu.triton import BLOCK as SWIGLU_BLOCK
 
@@ -20,6 +20,8 @@ KERNELS: list[tuple[str, str, str, str, dict[str, Any], dict[str, Any]]] = [
     ("rms_norm", "forward_kernel", "x weight out", "inverses", ROWS, row_options(4096)),
     ("rms_norm", "backward_kernel", "grad x weight grad_x", "inverses partials", ROWS,
      row_options(4096) | {"STAGES": STAGES}),
+    ("rms_norm", "weight_gradient_kernel", "out", "partials", {"num_partials": "i32", "width": "i32"},
+     {"ROWS": SUMMED_ROWS, "COLUMNS": SUMMED_COLUMNS, "num_warps": 4}),
     ("swiglu", "forward_kernel", "gate up out", "", PAIRS, {"BLOCK": SWIGLU_BLOCK}),
     ("swiglu", "backward_kernel", "grad gate up grad_gate grad_up", "", PAIRS,
      {"BLOCK": SWIGLU_BLOCK}),
