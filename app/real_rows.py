@@ -21,7 +21,7 @@ Show = Callable[[float], str]
 
 
 def real_lines(plan: Plan) -> tuple[bool, list[dict[str, Any]]]:
-    """Return runs over NCCL, of the plan's work where one was traced, else of any; and which.
+    """Return runs over NCCL, of the plan's work where there is one, else of any; and which.
 
     Each is a line of `RealRun.to_dict` with `plan`, its work in words.
     """
@@ -37,7 +37,7 @@ def _stored(url: str) -> list[dict[str, Any]]:
     return [
         {"work": work_of(document)[0], "plan": _model(document), **run.to_dict()}
         for run in runs
-        if run.exposed_s is not None and (document := run.row.spec["plan"])
+        if (document := run.row.spec["plan"])
     ]
 
 
@@ -67,7 +67,7 @@ def _for_people(line: Mapping[str, Any], show: Show) -> dict[str, Any]:
         elif name.endswith("_ms"):
             shown[words] = None if value is None else round(value, 1)
         elif name == "loss_distance":
-            shown["losses from stage 0"] = None if value is None else f"{value:.1e}"
+            shown["losses apart"] = None if value is None else f"{value:.1e}"
         else:
             shown[words] = value
     return shown

@@ -55,7 +55,10 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """A run over NCCL, the same plan's run in `solo` where there is one, and stage 0's losses."""
+    """A run over NCCL, the same plan's run in `solo` where there is one, and whose losses to compare.
+
+    `reference` is our engine's run at the lowest stage that ran.
+    """
 
     row: Row
     alone: Row | None
@@ -69,16 +72,15 @@ class RealRun:
 
     @property
     def loss_distance(self) -> float | None:
-        """Largest difference of a step's loss from stage 0's; None where there is none to compare.
+        """Largest difference of a step's loss from the reference's, over the steps that both measured.
 
-        The same steps are compared: those after as many to warm up.
+        None where there is nothing to compare.
         """
-        if self.reference is None or _warmup(self.row) != _warmup(self.reference):
+        if self.reference is None:
             return None
-        ours, theirs = (row.measured.get("losses") for row in (self.row, self.reference))
-        if not ours or not theirs or None in ours or None in theirs:
-            return None
-        return max(abs(float(a) - float(b)) for a, b in zip(ours, theirs, strict=False))
+        ours, theirs = _losses(self.row), _losses(self.reference)
+        apart = [abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()]
+        return max(apart, default=None)
 
     def collectives(self) -> list[CollectiveTime]:
         """Return the time of each collective; empty where no step was traced."""
@@ -130,7 +132,8 @@ def _ms(time_s: float | None) -> float | None:
 
 
 def real_runs(rows: Iterable[Row]) -> list[RealRun]:
-    """Return every plan's newest run over NCCL, of traced ones if there are, in the order of work.
+    """Return every plan's newest run of several ranks over NCCL, of traced ones if there are, in the
+    order of work.
 
     Runs that went on from a saved step are left out: their losses are of other steps.
     """
@@ -143,10 +146,10 @@ def real_runs(rows: Iterable[Row]) -> list[RealRun]:
         RealRun(
             row=row,
             alone=newest.get((work, spread, ALONE)),
-            reference=newest.get(_stage_0(row.spec)),
+            reference=next((newest[key] for key in _stages(row.spec) if key in newest), None),
         )
         for (work, spread, world), row in newest.items()
-        if world == REAL
+        if world == REAL and work_of(row.spec["plan"])[1]["world_size"] > 1
     ]
     return sorted(runs, key=lambda run: _place(run.row))
 
@@ -157,8 +160,12 @@ def _worth(row: Row) -> tuple[bool, Any]:
     return is_traced, row.recorded_at
 
 
-def _warmup(row: Row) -> Any:
-    return row.spec.get("warmup")
+def _losses(row: Row) -> dict[int, float]:
+    """Return the losses by the number of the step; none where one of them was no number."""
+    losses = row.measured.get("losses") or ()
+    if None in losses:
+        return {}
+    return dict(enumerate(map(float, losses), start=int(row.spec.get("warmup") or 0)))
 
 
 def _key(spec: Mapping[str, Any], world: str) -> tuple[str, str, str]:
@@ -166,10 +173,11 @@ def _key(spec: Mapping[str, Any], world: str) -> tuple[str, str, str]:
     return work, str(spread), world
 
 
-def _stage_0(spec: Mapping[str, Any]) -> tuple[str, str, str]:
+def _stages(spec: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the keys of our engine's stages at the same work and ranks, the lowest first."""
     plan = spec["plan"]
-    spread = {**plan["parallelism"], "engine": "peakmark", "zero_stage": 0}
-    return _key({"plan": {**plan, "parallelism": spread}}, REAL)
+    spreads = ({**plan["parallelism"], "engine": "peakmark", "zero_stage": s} for s in range(4))
+    return [_key({"plan": {**plan, "parallelism": spread}}, REAL) for spread in spreads]
 
 
 def _place(row: Row) -> tuple[Any, ...]:

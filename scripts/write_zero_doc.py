@@ -95,9 +95,11 @@ World `nccl`, one process per GPU, beside the same plan in `solo` (alone); rank 
 **exposed** is how long only collectives ran in a traced step, on the rank where that was least: what a
 step waits for. A collective's time is that of its NCCL kernels, each call's on the rank that came last
 (where calls were kept apart; else a rank's sum, which holds waits for the other); GB/s are bus bandwidth.
-**losses**: the largest difference of a step's loss from our engine's stage 0, over the measured steps
-(attention's backward adds up in no fixed order). FSDP2 begins with fp32 numbers that ours rounds to bf16:
-from the rounded ones it trains alike, bit by bit (tests/runners/engines/test_mixed_alike.py).
+**losses**: the largest difference of a step's loss from our engine's at the lowest stage that ran, over the
+steps that both measured (attention's backward adds up in no fixed order). FSDP2 begins with fp32 numbers that ours rounds to bf16:
+from the rounded ones it trains alike, bit by bit (tests/runners/engines/test_mixed_alike.py). Steps of the
+two smaller models wait for the host, which takes a tenth more or less from run to run: engines are
+compared in turns, above.
 """
 HOW_ALIKE = """
 {ranks} x {gpu}, torch {torch}, NCCL {nccl}: tiny models with deterministic kernels, NCCL's own sums (of
@@ -123,7 +125,7 @@ def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -
     for title, points in groups.items():
         parts += _group(title, points, pairs)
     parts += _timed(pairs)
-    parts += _real([run for run in real_runs(rows) if run.exposed_s is not None])
+    parts += _real(real_runs(rows))
     parts += _alike(ROOT / "recorded" / "equality")
     parts += _saved(rows)
     parts += _offloaded(rows)

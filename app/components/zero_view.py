@@ -204,7 +204,7 @@ def _real(plan: Plan) -> None:
     st.caption(
         f"{which}One process per GPU over NCCL, and (alone) the same plan as one rank by itself; rank "
         "0. Exposed: how long only collectives ran in a traced step, which is what it waits for. "
-        "Losses: the largest distance of a step's loss from our engine's stage 0; FSDP2 begins with "
+        "Losses: the largest distance of a step's loss from our engine's lowest stage; FSDP2 begins with "
         "fp32 numbers that ours rounds to bf16, and from the same ones trains alike."
     )
     chosen = unit()

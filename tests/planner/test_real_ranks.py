@@ -59,6 +59,14 @@ def test_a_traced_run_stands_for_newer_ones_and_other_steps_are_not_compared() -
     assert [run.loss_distance for run in found] == [0.0, None, 0.25]
 
 
+def test_losses_are_those_of_the_same_steps_as_the_lowest_stage_s() -> None:
+    first = _row("nccl", 0, stage=1, losses=[3.0, 2.0, 1.0])
+    # Two steps to warm up before: its first measured step is the third.
+    later = _row("nccl", 1, stage=2, losses=[1.5, 0.0])
+    later = replace(later, spec={**later.spec, "warmup": 2})
+    assert [run.loss_distance for run in real_runs([first, later])] == [0.0, 0.5]
+
+
 def test_of_every_call_the_rank_that_came_last_counts() -> None:
     ranks = [
         {"collectives": {"all_gather": {"time_s": 9.0, "times_s": [1.0, 8.0]}}},
