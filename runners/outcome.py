@@ -89,6 +89,12 @@ _LAST_WORDS = (
         Outcome.CRASHED,
         "the GPU reported a hardware fault (inferred from the log)",
     ),
+    (
+        r"Watchdog caught collective operation timeout",
+        Outcome.CRASHED,
+        "a rank stopped or did not answer within NCCL's timeout: look at what each rank printed last "
+        "(inferred from the log)",
+    ),
 )
 # torchrun's own summary: other failures, then the rank that failed first.
 _ROOT_CAUSE = "Root Cause (first observed failure)"

@@ -112,6 +112,18 @@ def test_a_failure_that_echoes_a_killed_rank_is_not_believed(tmp_path: Path) -> 
     assert ended(tmp_path, 1, "", result=echo).why == "Connection closed by peer"
 
 
+def test_a_rank_that_nccl_waited_for_is_told(tmp_path: Path) -> None:
+    rank = tmp_path / "ranks" / "none_abc" / "attempt_0" / "0"
+    rank.mkdir(parents=True)
+    (rank / "stderr.log").write_text(
+        "[rank0]:[E1130 ProcessGroupNCCL.cpp:689] [Rank 0] Watchdog caught collective operation "
+        "timeout: WorkNCCL(SeqNum=12, OpType=_ALLGATHER_BASE, Timeout(ms)=600000) ran for 600012 ms"
+    )
+    seen = ended(tmp_path, 1, TORCHRUN_TABLE.replace("-9", "-6"))
+    assert seen.outcome is Outcome.CRASHED
+    assert (seen.why or "").startswith("a rank stopped or did not answer within NCCL's timeout")
+
+
 def test_the_words_of_every_rank_are_read(tmp_path: Path) -> None:
     rank = tmp_path / "ranks" / "none_abc" / "attempt_0" / "1"
     rank.mkdir(parents=True)
