@@ -71,6 +71,13 @@ class RealRun:
         return min(float(rank["exposed_s"]) for rank in ranks) if ranks else None
 
     @property
+    def ranks_apart_bytes(self) -> int:
+        """How far any memory counter of a rank is from another rank's; 0 where they are all alike."""
+        ranks = self.row.measured.get("per_rank") or [{}]
+        seen = ([int(rank.get(name) or 0) for rank in ranks] for name in _SIZES)
+        return max(max(sizes) - min(sizes) for sizes in seen)
+
+    @property
     def loss_distance(self) -> float | None:
         """Largest difference of a step's loss from the reference's, over the steps that both measured.
 

@@ -24,7 +24,7 @@ from planner.stage_points import (
     stage_points,
     work_title,
 )
-from planner.units import GIB_BYTES, format_count
+from planner.units import GIB_BYTES, MIB_BYTES, format_count
 from planner.workload import Engine, TrainingWorkload
 from planner.zero import work_of
 
@@ -351,6 +351,11 @@ def _real(runs: Sequence[RealRun]) -> Iterator[str]:
         return
     yield "\n## Real ranks beside one alone"
     yield HOW_REAL
+    apart = [run.ranks_apart_bytes for run in runs]
+    yield (
+        f"Allocated, reserved and device bytes of all ranks are equal in {apart.count(0)} of {len(runs)} "
+        f"runs, and at most {max(apart) / MIB_BYTES:.1f} MiB apart.\n"
+    )
     yield (
         "| plan | engine | stage | N | allocated | alone | reserved | alone | device | alone | step ms "
         "| alone | exposed ms | collectives | losses |"

@@ -59,6 +59,12 @@ def test_a_traced_run_stands_for_newer_ones_and_other_steps_are_not_compared() -
     assert [run.loss_distance for run in found] == [0.0, None, 0.25]
 
 
+def test_ranks_are_apart_by_their_most_different_counter() -> None:
+    ranks = [{"allocated_bytes": 5, "reserved_bytes": n, "device_bytes": None} for n in (9, 7)]
+    first, second = real_runs([_row("nccl", 0, stage=1), _row("nccl", 1, per_rank=ranks)])
+    assert (first.ranks_apart_bytes, second.ranks_apart_bytes) == (0, 2)
+
+
 def test_losses_are_those_of_the_same_steps_as_the_lowest_stage_s() -> None:
     first = _row("nccl", 0, stage=1, losses=[3.0, 2.0, 1.0])
     # Two steps to warm up before: its first measured step is the third.
