@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.attached import match_preset
 from planner.hardware import Gpu, gpu_presets
+from planner.units import format_bytes, format_rate, format_seconds
 
 # Bytes that a rank moves over its link per byte of the full buffer, as nccl-tests define the bus
 # bandwidth (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): all-reduce twice the others.
@@ -79,6 +80,17 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         """Return one plain line of a table."""
         return {**asdict(self), "shape": list(self.shape), "share": self.share}
+
+
+def bandwidth_lines(curves: Iterable[Curve]) -> list[dict[str, str]]:
+    """Return a plain line for each size of full buffer: time and bus bandwidth of every collective."""
+    lines: dict[int, dict[str, str]] = {}
+    for curve in sorted(curves, key=lambda curve: curve.bytes):
+        if curve.operation in _BUS_PASSES:
+            line = lines.setdefault(curve.bytes, {"full buffer": format_bytes(curve.bytes)})
+            name = curve.operation.replace("_", "-")
+            line[name] = f"{format_seconds(curve.time_s)}, {format_rate(curve.bytes_s, 'B')}"
+    return list(lines.values())
 
 
 def findings(curves: Iterable[Curve], gpu: Gpu | None) -> list[Finding]:

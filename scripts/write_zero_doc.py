@@ -9,11 +9,12 @@ from statistics import median
 from typing import Any
 
 from planner.accuracy import AccuracyReport
+from planner.calibration import Curve, bandwidth_lines
 from planner.memory.offload import host_ledger
 from planner.offload import host_step
 from planner.plan import parse_plan
 from planner.real_ranks import RealRun, real_runs
-from planner.records import RecordedRow, read_file
+from planner.records import Kind, RecordedRow, read_file
 from planner.same_run import SameRunPair, geometric_mean, same_run_pairs
 from planner.saved_runs import alike_lines, saved_lines
 from planner.stage_points import (
@@ -69,9 +70,8 @@ WHY_ABOVE = """
   What is more than half a percent above is a peak of the optimizer's step: fused AdamW takes gradients in
   fp32, so one group's bf16 gradient at a time is copied to fp32 (the embedding's is the largest). The
   ideal's update works value by value."""
-WHY_HIGHER = """
-  The most it is above one is {percent:+.2f} % ({engine} {stage} x {ranks}, {plan}): no tensor
-  more, but blocks that the allocator leaves uncut, of up to 1 MiB for each shard ("rest").
+WHY_HIGHER = """: no tensor more, but
+  blocks that the allocator leaves uncut, of up to 1 MiB for each shard ("rest").
 """
 HOW_PEAKS = """
 Peak by stage and number of ranks: **measured**, one rank alone; in brackets predicted, where nothing was.
@@ -102,9 +102,8 @@ two smaller models wait for the host, which takes a tenth more or less from run 
 compared in turns, above.
 """
 HOW_ALIKE = """
-{ranks} x {gpu}, torch {torch}, NCCL {nccl}: tiny models with deterministic kernels, NCCL's own sums (of
-two numbers there is one order). Compared bit by bit: the losses of all ranks, what was reduced, and all
-parameters at the end. One rank that goes on has two micro-batches where each of two had one.
+{ranks} x {gpu}, torch {torch}, NCCL {nccl}: tiny models, deterministic kernels, NCCL's own sums of two. Bit by
+bit: all ranks' losses, what was reduced, the parameters at the end. One rank has two micro-batches for two's one.
 """
 
 
@@ -126,6 +125,7 @@ def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -
         parts += _group(title, points, pairs)
     parts += _timed(pairs)
     parts += _real(real_runs(rows))
+    parts += _bandwidth(rows)
     parts += _alike(ROOT / "recorded" / "equality")
     parts += _saved(rows)
     parts += _offloaded(rows)
@@ -167,21 +167,17 @@ def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
         f"- Our engine's peak beside a peer's at the same plan: at or below it in "
         f"{len(pairs) - len(higher)} of {len(pairs)} pairs (0.1 % is the same)."
     )
-    own, peer = max(pairs, key=lambda pair: _ratio(*pair))
-    if 1 < _ratio(own, peer) <= 1 + SAME_PEAK:
-        yield WHY_HIGHER.strip("\n").format(
-            percent=100 * (_ratio(own, peer) - 1),
-            engine=peer.plan.parallelism.engine,
-            stage=peer.plan.parallelism.zero_stage,
-            ranks=peer.plan.parallelism.world_size,
-            plan=work_title(peer.plan),
-        )
-    for own, peer in higher:
-        spread = peer.plan.parallelism
-        yield (
-            f"  - above {spread.engine} {spread.zero_stage} x {spread.world_size}, {work_title(peer.plan)}: "
-            f"{100 * (_ratio(own, peer) - 1):+.2f} %."
-        )
+    highest = max(pairs, key=lambda pair: _ratio(*pair))
+    if 1 < _ratio(*highest) <= 1 + SAME_PEAK:
+        yield f"  The most it is above one is {_excess(*highest)}{WHY_HIGHER.rstrip()}"
+    for pair in higher:
+        yield f"  - above {_excess(*pair)}."
+
+
+def _excess(own: Point, peer: Point) -> str:
+    spread, percent = peer.plan.parallelism, 100 * (_ratio(own, peer) - 1)
+    place = f"{spread.engine} {spread.zero_stage} x {spread.world_size}"
+    return f"{percent:+.2f} % ({place}, {work_title(peer.plan)})"
 
 
 def _timed_in_short(timed: Sequence[SameRunPair]) -> Iterator[str]:
@@ -402,6 +398,15 @@ def _alike(directory: Path) -> Iterator[str]:
         yield f"\n## Alike value by value over {where['world'].upper()}\n"
         yield HOW_ALIKE.format(**where).strip("\n")
         yield from _plain_table(alike_lines(compared))
+
+
+def _bandwidth(rows: Sequence[RecordedRow]) -> Iterator[str]:
+    """Tabulate what links carried by size, as `calibrate` measured it between GPUs."""
+    for row in (row for row in rows if row.kind is Kind.CALIBRATE):
+        lines = bandwidth_lines(map(Curve.from_dict, row.measured["curves"]))
+        if lines:
+            yield f"\n## Collectives by size, {row.spec['calibration']['world_size']} GPUs"
+            yield from _plain_table(lines)
 
 
 def _saved(rows: Sequence[RecordedRow]) -> Iterator[str]:

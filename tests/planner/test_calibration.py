@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.calibration import Curve, finding_cells, findings, sheet_of, stored_findings
+from planner.calibration import (
+    Curve,
+    bandwidth_lines,
+    finding_cells,
+    findings,
+    sheet_of,
+    stored_findings,
+)
 from planner.hardware import resolve_gpu
 
 
@@ -18,6 +25,21 @@ def test_the_bus_bandwidth_is_that_of_nccl_tests() -> None:
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "copy")
     rates = [_curve(kind, 0.5, 500, 4, bytes=1000).bytes_s for kind in kinds]
     assert rates == [2 * 0.75 * 2000, 0.75 * 2000, 0.75 * 2000, 2000]
+
+
+def test_collectives_stand_side_by_side_by_size() -> None:
+    sizes = (("all_gather", 2**21, 1e-5), ("all_gather", 2**20, 8e-6), ("all_reduce", 2**20, 1e-5))
+    seen = [_curve(name, time_s, size // 2, 2, bytes=size) for name, size, time_s in sizes]
+    seen.append(_curve("copy", 1e-6, 2**19, bytes=2**20))
+    # Half of the buffer passes a link of two ranks, for an all-reduce twice.
+    assert bandwidth_lines(seen) == [
+        {
+            "full buffer": "1.00 MiB",
+            "all-gather": "8 us, 65.54 GB/s",
+            "all-reduce": "10 us, 104.9 GB/s",
+        },
+        {"full buffer": "2.00 MiB", "all-gather": "10 us, 104.9 GB/s"},
+    ]
 
 
 def test_the_best_of_each_operation_stands_beside_the_sheet() -> None:
