@@ -30,7 +30,7 @@ def store_in_four_bits(model: nn.Module) -> None:
     for layer in decoder_layers(model):
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear:
+                if isinstance(child, nn.Linear):  # or of a class of its own, as Falcon's
                     setattr(parent, name, _like(child, Linear4bit))
     # What peft asks before it chooses its layer for 4-bit weights.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]

@@ -31,8 +31,8 @@ def write_family(family: str, keys: Sequence[str] = (), folder: Path = FOLDER) -
     every = (*variants(family), *adapter_variants(family))
     chosen = [variant for variant in every if not keys or variant.key in keys]
     traced = {variant: build_template(variant) for variant in chosen}
-    whole = {variant: template for variant, template in traced.items() if not variant.adapters}
-    traced |= loss_templates(whole, build_template)
+    with_losses = {variant: t for variant, t in traced.items() if variant.has_other_losses}
+    traced |= loss_templates(with_losses, build_template)
     templates = read_templates(folder / f"{family}.json") if keys else {}
     templates |= {variant.key: template for variant, template in traced.items()}
     return write_templates(family, templates, folder)

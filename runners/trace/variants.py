@@ -30,14 +30,21 @@ FAMILIES = (
 )
 COMPUTES = ("bf16", "fp32", "autocast")
 OTHER_LOSSES = ("chunked", "fused_linear")
-# Families traced with 4-bit weights below adapters, and with rows of several documents.
-FOUR_BIT = ("llama", "mistral", "qwen2", "qwen3")
+# Families traced with rows of several documents, and, with the compute dtypes, those traced with
+# 4-bit weights below adapters: all their wide layers are linear.
 PACKED = ("llama", "mistral", "qwen2", "qwen3")
+FOUR_BIT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(PACKED, ("bf16", "autocast")),
+    **dict.fromkeys(("phi3", "olmo2", "gemma2", "gemma3_text"), ("bf16",)),
+    **dict.fromkeys(("gpt_neox", "opt", "falcon"), ("bf16",)),
+}
 # Families of which stored traces are older than the rules by which the tape adds gradients
 # (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`), with the
-# compute dtypes that are: under autocast a trace takes the longest.
-OUTDATED = dict.fromkeys((family for family in FAMILIES if family != "qwen2"), ("autocast",))
-OUTDATED |= dict.fromkeys(("gemma3_text", "gpt_neox", "deepseek_v2", "deepseek_v3"), COMPUTES)
+# compute dtypes that are: under autocast a trace takes the longest. Those in bf16 with adapters are new.
+OUTDATED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((family for family in FAMILIES if family != "qwen2"), ("autocast",)),
+    **dict.fromkeys(("gemma3_text", "deepseek_v2", "deepseek_v3"), COMPUTES),
+}
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "gemma2": ("bf16", "autocast"),
@@ -86,9 +93,15 @@ class Variant:
         return "_packed" in self.attention
 
     @property
+    def has_other_losses(self) -> bool:
+        """Whether other losses than Hugging Face's are traced too: below adapters in bf16 only."""
+        return not self.adapters or self.compute == "bf16"
+
+    @property
     def is_outdated(self) -> bool:
         """Whether the stored template is older than today's rules, so that a trace may differ."""
-        return self.compute in OUTDATED.get(self.family, ())
+        is_new = self.compute == "bf16" and bool(self.adapters)
+        return self.compute in OUTDATED.get(self.family, ()) and not is_new
 
     @property
     def batch(self) -> int:
@@ -159,15 +172,19 @@ def _packed_kinds(family: str) -> list[tuple[str, str]]:
 def adapter_variants(family: str) -> list[Variant]:
     """The variants of a family that are traced with adapters on a frozen model.
 
-    Eager attention only where there is no other.
+    Eager attention only where there is no other. Selective checkpoints in bf16 only, on whole
+    weights.
     """
     attentions = _attentions(family)
     fused = [attention for attention in attentions if not attention.startswith("eager")]
+    modes = [("", compute, mode) for compute in ("bf16", "autocast") for mode in ("none", "full")]
+    if family != "gpt_oss":
+        modes.append(("", "bf16", "selective"))
+    four_bit = FOUR_BIT.get(family, ())
+    modes += [("nf4", compute, mode) for compute in four_bit for mode in ("none", "full")]
+    kinds = [(attention, *mode) for mode in modes for attention in fused or attentions]
     return [
         Variant(family, attention, compute, checkpointing, adapters=adapters, base=base)
-        for base in (("", "nf4") if family in FOUR_BIT else ("",))
-        for attention in fused or attentions
-        for compute in ("bf16", "autocast")
-        for checkpointing in ("none", "full")
+        for attention, base, compute, checkpointing in kinds
         for adapters in ("qv", "all_linear")
     ]

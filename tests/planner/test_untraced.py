@@ -32,21 +32,24 @@ EXPERTS_BETWEEN = {
 }
 
 
-def predicted(model: dict[str, Any], **workload: Any) -> int:
+SHARDED = {"engine": "peakmark", "zero_stage": 3, "world_size": 8}
+
+
+def predicted(model: dict[str, Any], parallelism: dict[str, Any] = SHARDED, **workload: Any) -> int:
     plan = {
         "schema": 1,
         "job": "train",
         "model": model,
         "workload": {"sequence_length": 256, **workload},
-        "parallelism": {"engine": "peakmark", "zero_stage": 3, "world_size": 8},
+        "parallelism": parallelism,
         "hardware": {"preset": "h200-sxm5-141gb"},
     }
     return int(predict(parse_plan(plan)).to_dict()["memory"]["allocated_bytes"])
 
 
-def refusal(model: dict[str, Any], **workload: Any) -> PlanError:
+def refusal(model: dict[str, Any], **chosen: Any) -> PlanError:
     with pytest.raises(PlanError) as caught:
-        predicted(model, **workload)
+        predicted(model, **chosen)
     return caught.value
 
 
@@ -100,3 +103,52 @@ def test_an_order_of_layers_is_refused_before_it_is_predicted() -> None:
         check_training(spec, workload, Parallelism())
     check_training(spec, replace(workload, checkpointing=Checkpointing.FULL), Parallelism())
     assert predicted({"config": EXPERTS_BETWEEN, "name": "between"}, checkpointing="full") > 0
+
+
+ADAPTED = {"lora_rank": 8}
+QLORA = {**ADAPTED, "base_dtype": "nf4"}
+LLAMA, GEMMA_2, GEMMA_3 = "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "google/gemma-3-4b-it"
+
+
+@pytest.mark.parametrize(
+    ("preset", "chosen", "allowed"),
+    [
+        (LLAMA, {**ADAPTED, "precision": "fp32"}, "workload.precision bf16 or autocast"),
+        (LLAMA, {**ADAPTED, "attention": "eager"}, "workload.attention sdpa or triton"),
+        (
+            LLAMA,
+            {**ADAPTED, "precision": "autocast", "loss": "chunked"},
+            "workload.loss hf, or workload.precision bf16",
+        ),
+        (
+            LLAMA,
+            {**ADAPTED, "precision": "autocast", "checkpointing": "selective"},
+            "workload.checkpointing none or full, or workload.precision bf16",
+        ),
+        (LLAMA, {**QLORA, "checkpointing": "selective"}, "workload.checkpointing none or full"),
+        ("mistralai/Mixtral-8x7B-v0.1", QLORA, "as_precision"),
+        ("microsoft/phi-4", {**QLORA, "precision": "autocast"}, "workload.precision bf16"),
+        ("microsoft/phi-4", {"packed": True}, "False"),
+        (GEMMA_2, {"frozen_layers": 4, "attention": "eager"}, "0"),
+        (
+            GEMMA_3,
+            {"frozen_layers": 4, "sequence_length": 2048},
+            "0, or workload.attention triton",
+        ),
+        (GEMMA_3, {"checkpoint_every": 2, "checkpointing": "full"}, "1"),
+        (
+            "openai/gpt-oss-20b",
+            {"checkpointing": "selective", "attention": "eager"},
+            "none or full",
+        ),
+        ("deepseek-ai/DeepSeek-V2-Lite", {"frozen_layers": 4}, "0"),
+    ],
+)
+def test_what_has_not_been_traced_is_refused_with_what_has(
+    preset: str, chosen: dict[str, Any], allowed: str
+) -> None:
+    workload = {"precision": "bf16", **chosen}
+    ddp = {"engine": "ddp", "zero_stage": 0, "world_size": 1}
+    sentence = str(refusal({"preset": preset}, parallelism=ddp, **workload))
+    assert "has not been traced; use " in sentence
+    assert allowed in sentence.split("; use ")[1]

@@ -163,5 +163,6 @@ def test_what_is_not_predicted_is_said() -> None:
         PlanError, match=r"lora_rank is 8: a training step of gpt2 .* has not been traced; use 0"
     ):
         gpt2 = resolve_model("openai-community/gpt2")
-        workload = TrainingWorkload(lora_rank=8, sequence_length=512, loss=Loss.CHUNKED)
+        chosen = {"precision": Precision.AUTOCAST, "loss": Loss.CHUNKED}
+        workload = TrainingWorkload(lora_rank=8, sequence_length=512, **chosen)
         check_training(gpt2, workload, Parallelism())

@@ -11,7 +11,7 @@ from planner.memory.templates import SavedTensor, Traced, load_saved, load_steps
 from planner.memory.training import training_memory
 from planner.obstacles import check_training
 from planner.presets import resolve_model
-from planner.workload import Loss, Parallelism, TrainingWorkload
+from planner.workload import Checkpointing, Loss, Parallelism, TrainingWorkload
 
 SPEC = resolve_model("meta-llama/Llama-3.1-8B")
 CHUNK_LOGITS = "vocab*chunk"
@@ -51,6 +51,27 @@ def test_the_fused_loss_makes_both_gradients_in_the_forward() -> None:
     saved = saved_by_loss("fused_linear")
     kept = {t.monomial: t.coefficient_bytes for t in saved}
     assert kept["batch*seq*hidden"] == kept["vocab*hidden"] == 2
+
+
+def test_below_adapters_the_fused_loss_makes_no_gradient_of_the_head() -> None:
+    saved = saved_by_loss("fused_linear/lora_all_linear")
+    kept = {t.monomial: t.coefficient_bytes for t in saved}
+    assert kept["batch*seq*hidden"] == 2
+    assert "vocab*hidden" not in kept
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("preset", ["meta-llama/Llama-3.1-8B", "openai-community/gpt2-xl"])
+def test_formulas_and_replay_see_the_same_peak_below_adapters(preset: str, loss: Loss) -> None:
+    spec = resolve_model(preset)
+    selective = Checkpointing.SELECTIVE
+    workload = TrainingWorkload(
+        sequence_length=1000, loss=loss, checkpointing=selective, lora_rank=16, micro_batch=4
+    )
+    check_training(spec, workload, Parallelism())
+    replayed = training_memory(spec, workload, Parallelism()).allocated_bytes
+    summed = training_memory(spec, workload, Parallelism(), segment_share=0.1).allocated_bytes
+    assert replayed == pytest.approx(summed, rel=0.01)
 
 
 def test_a_long_sequence_saves_the_logits_chain() -> None:

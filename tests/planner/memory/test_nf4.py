@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,7 +31,10 @@ from planner.workload import (
 )
 from runners.engines.ddp import DdpEngine
 from runners.jobs.adapters import choose_trained
+from runners.trace.variants import FOUR_BIT
 from runners.zero.collectives import LocalCollectives
+from runners.zero.groups import decoder_layers
+from tests.runners.trace.test_saved_tensors import tiny_spec
 
 LLAMA = resolve_model("meta-llama/Llama-3.1-8B")
 DDP = Parallelism(engine=Engine.DDP, zero_stage=0, world_size=1)
@@ -160,3 +164,18 @@ def test_what_cannot_be_held_in_4_bits_is_said() -> None:
     both = _refusal(Parallelism(), lora_rank=0)
     assert "set workload.lora_rank and take engine ddp" in both
     assert "workload.precision is 'fp32'" in _refusal(precision=Precision.FP32)
+
+
+@pytest.mark.parametrize("family", FOUR_BIT)
+def test_the_weights_of_every_linear_layer_are_held_in_4_bits(family: str) -> None:
+    spec = tiny_spec(family)
+    workload = TrainingWorkload(lora_rank=4, base_dtype=BaseDtype.NF4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config))
+    linear = [
+        sorted(tuple(part.weight.shape) for part in layer.modules() if isinstance(part, nn.Linear))
+        for layer in decoder_layers(model)
+    ]
+    trained = trained_groups(spec, workload)
+    assert trained is not None
+    assert [sorted(shapes) for shapes in trained.four_bit_shapes] == linear

@@ -25,6 +25,7 @@ from planner.config_input import spec_from_config
 from planner.memory.templates import load_saved, monomial_values, traced
 from planner.model import ModelSpec
 from planner.workload import Attention, Checkpointing, Precision, TrainingWorkload
+from runners.jobs.adapters import choose_trained
 from runners.jobs.checkpointing import SAVED_OPERATIONS, checkpoint_layers
 from runners.trace.variants import FAMILIES
 
@@ -110,20 +111,22 @@ def tiny_spec(family: str) -> ModelSpec:
     return spec_from_config({"model_type": family, **CONFIGS[family]}, name=f"tiny {family}")
 
 
-def workload(checkpointing: Checkpointing) -> TrainingWorkload:
+def workload(checkpointing: Checkpointing, lora_rank: int = 0) -> TrainingWorkload:
     return TrainingWorkload(
         attention=Attention.EAGER,
         precision=Precision.BF16,
         checkpointing=checkpointing,
         sequence_length=SEQ,
         micro_batch=BATCH,
+        lora_rank=lora_rank,
     )
 
 
-def predicted(spec: ModelSpec, checkpointing: Checkpointing) -> list[Saved]:
+def predicted(spec: ModelSpec, chosen: TrainingWorkload) -> list[Saved]:
     """Evaluate the template at the model's dimensions."""
-    saved = load_saved(traced(spec, workload(checkpointing), SEQ))
-    numels = monomial_values(spec, tuple(tensor.monomial for tensor in saved), BATCH, SEQ)
+    saved = load_saved(traced(spec, chosen, SEQ))
+    monomials = tuple(tensor.monomial for tensor in saved)
+    numels = monomial_values(spec, monomials, BATCH, SEQ, chosen.lora_rank)
     return [
         Saved(
             f"{place.section} {place.layer}, {tensor.module}, {tensor.op}",
@@ -136,7 +139,7 @@ def predicted(spec: ModelSpec, checkpointing: Checkpointing) -> list[Saved]:
     ]
 
 
-def seen(spec: ModelSpec, checkpointing: Checkpointing) -> list[Saved]:
+def seen(spec: ModelSpec, chosen: TrainingWorkload) -> list[Saved]:
     """Run the real module's forward and return every storage that is alive behind it.
 
     Autograd's by its hooks, with the module that was entered last before; what a selective
@@ -144,9 +147,10 @@ def seen(spec: ModelSpec, checkpointing: Checkpointing) -> list[Saved]:
     """
     config = AutoConfig.for_model(**spec.hf_config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    choose_trained(model, chosen)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    checkpoint_layers(model, checkpointing)
+    checkpoint_layers(model, chosen.checkpointing)
     tokens = torch.randint(spec.vocab_size, (BATCH, SEQ))
     given = {_address(t) for t in (*model.parameters(), *model.buffers(), tokens)}
     holders: WeakSet[Holder] = WeakSet()
@@ -257,16 +261,28 @@ def mismatches(expected: list[Saved], found: list[Saved]) -> list[str]:
 CASES = [(f, c) for f in FAMILIES for c in Checkpointing if (f, c) != ("gpt_oss", "selective")]
 
 
+def unlike(family: str, chosen: TrainingWorkload) -> list[str]:
+    spec = tiny_spec(family)
+    found = [tensor for t in seen(spec, chosen) if (tensor := as_on_a_gpu(t, family))]
+    lines = mismatches(predicted(spec, chosen), found)
+    return [f"{family}, checkpointing {chosen.checkpointing}:", *lines] if lines else []
+
+
 @pytest.mark.parametrize(("family", "checkpointing"), CASES)
 def test_every_saved_tensor_is_predicted(family: str, checkpointing: Checkpointing) -> None:
-    spec = tiny_spec(family)
-    found = [tensor for t in seen(spec, checkpointing) if (tensor := as_on_a_gpu(t, family))]
-    lines = mismatches(predicted(spec, checkpointing), found)
-    assert not lines, "\n".join((f"{family}, checkpointing {checkpointing}:", *lines))
+    lines = unlike(family, workload(checkpointing))
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_every_tensor_saved_with_adapters_is_predicted(checkpointing: Checkpointing) -> None:
+    """In the family whose adapters are traced with eager attention, which a CPU has too."""
+    lines = unlike("gemma2", workload(checkpointing, lora_rank=5))
+    assert not lines, "\n".join(lines)
 
 
 def test_a_mismatch_names_the_tensor() -> None:
-    found = seen(tiny_spec("llama"), Checkpointing.FULL)
+    found = seen(tiny_spec("llama"), workload(Checkpointing.FULL))
     changed = [t._replace(num_bytes=t.num_bytes + 2) for t in found if t.shape == (BATCH, SEQ, 48)]
     (line,) = mismatches(found[:0] + changed[:1], [])
     assert line.startswith("predicted, not saved: 1 of 1 of 4610 B bfloat16: model.layers.")
