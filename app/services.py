@@ -15,6 +15,7 @@ from app.engine_stages import possible_stages
 from app.plan_words import plan_line
 from app.predictions import prediction_here, with_calibration
 from app.proof import job_spec
+from app.ranking_rows import ranking_of
 from db import repository
 from db.database import Database, resolve_url
 from db.engine import open_database
@@ -368,7 +369,8 @@ def rerun(run_id: str, idempotency_key: str) -> str:
 def accuracy(wait_s: float | None = None) -> dict[str, Any]:
     """Compare today's predictions with every stored measurement.
 
-    Beside the report, `names` says in a few words what each row measured. Where it takes longer
+    Beside the report, `names` says in a few words what each row measured, and `ranking` how good the choice
+    of the alternative predicted to be fastest is. Where it takes longer
     than `wait_s`, only `done` and `total`, in measurements: ask again.
     """
     rows = [seen.to_row() for seen in measurements(database())]
@@ -386,7 +388,8 @@ def _accuracy_job(url: str) -> AccuracyJob:
 
 @st.cache_data(max_entries=4, show_spinner=False)
 def _accuracy(digest: str, _report: AccuracyReport, _rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**_report.to_dict(), "names": {row["id"]: _row_words(row["spec"]) for row in _rows}}
+    names = {row["id"]: _row_words(row["spec"]) for row in _rows}
+    return {**_report.to_dict(), "names": names, "ranking": ranking_of(_rows, _report)}
 
 
 def _row_words(spec: Mapping[str, Any]) -> str:

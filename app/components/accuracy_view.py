@@ -54,6 +54,7 @@ def show_accuracy_page() -> None:
             return
         _quantities(report)
         _verdicts(report["verdicts"])
+        _ranking(report["ranking"])
         _strips(report)
 
 
@@ -136,6 +137,17 @@ def _verdicts(confusion: Mapping[str, Mapping[str, int]]) -> None:
         for state, ends in confusion.items()
     ]
     show_table(rows, key="verdicts")
+
+
+def _ranking(ranking: Mapping[str, Any]) -> None:
+    """Draw how much slower the alternative predicted to be fastest is than the fastest measured."""
+    if not ranking["groups"]:
+        return
+    st.markdown("**Is the predicted best the best?**")
+    for sentence in ranking["sentences"]:
+        st.caption(sentence)
+    with st.expander("Every group of alternatives", icon=":material/sort:"):
+        show_table(ranking["lines"], key="ranking", title="Groups of alternatives")
 
 
 def _strips(report: Mapping[str, Any]) -> None:

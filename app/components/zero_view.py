@@ -60,7 +60,12 @@ def _choices(plan: Plan) -> tuple[Sequence[str], Sequence[int], Sequence[int], s
     columns = st.columns([3, 2, 3])
     with columns[0]:
         engines = st.pills(
-            "Engines", ENGINES, default=ENGINES, selection_mode="multi", key="zero_engines"
+            "Engines",
+            ENGINES,
+            default=ENGINES,
+            selection_mode="multi",
+            key="zero_engines",
+            wrap=True,
         )
     with columns[1]:
         stages = st.pills(

@@ -338,6 +338,7 @@ def test_a_measured_run_stands_beside_its_prediction(opened: Opened) -> None:
     assert not broken(app)
     assert f"{before + 1} measurements as evidence" in texts(app)
     assert "step time" in app.get_by_key("accuracy_quantity").options
+    assert "groups (" in texts(app) and "Is the predicted best the best?" in texts(app)
 
 
 def test_running_out_of_memory_is_a_result_with_the_allocators_numbers(opened: Opened) -> None:
@@ -361,7 +362,7 @@ def test_a_plan_that_does_not_fit_offers_a_change_that_does(opened: Opened) -> N
     app = opened(attention="eager", seq="8192")
     assert "DOES NOT FIT" in texts(app)
     fix = next(button for button in app.button if str(button.key).startswith("fix_0_"))
-    assert fix.label.startswith("attention sdpa: −")
+    assert fix.label == "Apply" and "**attention sdpa**: −" in texts(app)
     fix.click().run()
     assert not broken(app) and not app.error
     assert app.session_state["attention"] == "sdpa"
