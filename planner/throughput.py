@@ -16,10 +16,11 @@ from planner.memory.parallel import group_size, stage_specs
 from planner.model import ModelSpec
 from planner.offload import host_step
 from planner.operations import Numbers, model_flops
-from planner.speed.calibrated import rates_of
+from planner.speed.calibrated import MEASURED_ID, rates_of
 from planner.speed.gpu_time import Part
 from planner.speed.rates import Rates
 from planner.speed.step import PHASES, Step, micro_batch, training_step
+from planner.speed.time_range import TimeRange, range_around
 from planner.workload import Parallelism, Precision, TrainingWorkload, flat_dict
 
 LABEL = "formula, not calibrated"
@@ -45,7 +46,8 @@ class Throughput:
 
     `operations` add up to the step. `hfu` counts what is computed again, too. `ideal_s` is how long the step
     would take at the vendor's peaks; `phases_s` are its phases' times, `gpu_s` and `host_s` what GPU
-    and host take for it, the longer of which is the step. `source` says where rates are from.
+    and host take for it, the longer of which is the step. `range_s` is where nine of ten recorded steps like it
+    lay. `source` says where rates are from.
     """
 
     step_time_s: float
@@ -64,6 +66,7 @@ class Throughput:
     gpu_s: float | None = None
     host_s: float | None = None
     phases_s: Mapping[str, float] | None = None
+    range_s: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form with its label; notes belong to the prediction."""
@@ -128,6 +131,7 @@ def training_throughput(
     tokens = b * s * workload.grad_accumulation
     useful = float(model_flops(spec, b, s)) * workload.grad_accumulation
     flops = sum(op.flops for op in operations)
+    spread = _range(step_time_s, step, workload, parallelism, gpu)
     return Throughput(
         step_time_s=step_time_s,
         tokens_per_s=tokens * parallelism.world_size / step_time_s,
@@ -137,7 +141,11 @@ def training_throughput(
         flops_per_step=flops,
         operations=operations,
         communication=_communication(step, spec, workload, parallelism, gpu),
-        notes=(*([note] if note else []), *link_notes(gpu, parallelism.world_size * gpus)),
+        notes=(
+            *([note] if note else []),
+            *link_notes(gpu, parallelism.world_size * gpus),
+            *([spread.sentence()] if spread else []),
+        ),
         label=CALIBRATED,
         source=rates.source,
         hfu=flops / (step_time_s * peak),
@@ -145,7 +153,18 @@ def training_throughput(
         gpu_s=float(step.gpu_step_s),
         host_s=float(step.host_step_s),
         phases_s={name: float(step.phase_s(name)) for name in PHASES},
+        range_s=(spread.low_s, spread.high_s) if spread else None,
     )
+
+
+def _range(
+    step_time_s: float, step: Step, workload: TrainingWorkload, parallelism: Parallelism, gpu: Gpu
+) -> TimeRange | None:
+    """Return where the step's time lies; None of what no recorded step of an H200 was like."""
+    is_other = gpu.id != MEASURED_ID or gpu.calibration is not None
+    if is_other or workload.offload_optimizer or group_size(parallelism) > 1:
+        return None
+    return range_around(step_time_s, float(step.gpu_step_s), float(step.host_step_s))
 
 
 def _stage(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -19,10 +19,12 @@ from planner.public_speed import PublicSpeed, public_speeds
 from planner.records import Kind, RecordedRow, Role, read_file
 from planner.speed.calibrated import rates_of, rows_used
 from planner.speed.step import training_step
+from planner.speed.time_range import PACES, history_table, inside_without_itself, pace_of
 from planner.workload import TrainingWorkload
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "throughput.md"
+HISTORY = ROOT / "planner" / "data" / "time_history.json"
 PUBLIC = ROOT / "recorded" / "public" / "training_speed.json"
 QUANTITIES = {"step_time": "whole step", ALONE: "one rank alone"}
 # A published time that is off by more than this is explained.
@@ -51,6 +53,10 @@ BOUND = """
 Where the GPU sets the pace its kernels are predicted one by one. Where it waits for the host that starts
 them, a step takes as long as a process on a shared machine happens to take: the same plan, run again,
 differs by as much as the next table says. No number for a plan can be nearer than the median of its runs.
+"""
+RANGES = """
+**The range of a step** that a plan shows: of the ratios of measured to predicted time of whole steps like it, the
+middle nine tenths (order statistics). The last column asks each step whether the range of all others holds it.
 """
 REPEATS = """
 **Plans that were run more than once**: each run beside the median of the others, what is left when everything
@@ -86,23 +92,50 @@ def recorded_rows(root: Path) -> list[RecordedRow]:
     ]
 
 
-def is_host_bound(row: RecordedRow) -> bool:
-    """Whether the planner says that a row's GPU waited for its host."""
+def pace_of_row(row: RecordedRow) -> str:
+    """Return what the planner says sets a row's pace."""
     plan = as_run(parse_plan(row.spec["plan"]), row.environment)
     assert isinstance(plan.workload, TrainingWorkload)
     is_alone = row.spec["world"] == "solo" and plan.parallelism.world_size > 1
     rates = rates_of(plan.hardware)
     step = training_step(plan.model, plan.workload, plan.parallelism, rates, alone=is_alone)
-    return float(step.host_step_s) > float(step.gpu_step_s)
+    return pace_of(float(step.gpu_step_s), float(step.host_step_s))
+
+
+def paces_of(rows: Sequence[RecordedRow], timed: Sequence[Residual]) -> dict[str, str]:
+    """Return by id what sets the pace of every row whose time is compared."""
+    ids = {residual.row_id for residual in timed}
+    return {row.id: pace_of_row(row) for row in rows if row.id in ids}
+
+
+def whole_steps(timed: Sequence[Residual], paces: Mapping[str, str]) -> list[tuple[str, float]]:
+    """Return the pace and measured / predicted of whole steps."""
+    return [
+        (paces[r.row_id], r.comparison.measured / r.comparison.predicted)
+        for r in timed
+        if r.comparison.quantity == "step_time"
+    ]
+
+
+def timed_of(report: AccuracyReport) -> list[Residual]:
+    """Return the residuals of step times that count."""
+    return [r for r in report.counted() if r.comparison.quantity in QUANTITIES]
+
+
+def history_text(rows: Sequence[RecordedRow], report: AccuracyReport) -> str:
+    """Return the text of the table that ranges of step times rest on."""
+    timed = timed_of(report)
+    return json.dumps(history_table(whole_steps(timed, paces_of(rows, timed))), indent=1) + "\n"
 
 
 def render(rows: Sequence[RecordedRow], report: AccuracyReport, public: Path = PUBLIC) -> str:
     """Return the document's text."""
-    timed = [r for r in report.counted() if r.comparison.quantity in QUANTITIES]
-    ids = {residual.row_id for residual in timed}
-    host_bound = {row.id for row in rows if row.id in ids and is_host_bound(row)}
-    lines = [HEAD, "## Errors\n", *_overall(timed, host_bound), BOUND]
-    lines += [REPEATS, *_repeats(rows, host_bound, ids)]
+    timed = timed_of(report)
+    paces = paces_of(rows, timed)
+    host_bound = {name for name, pace in paces.items() if pace == "host"}
+    lines = [HEAD, "## Errors\n", *_overall(timed, paces), BOUND]
+    lines += [RANGES, *_ranges(whole_steps(timed, paces))]
+    lines += [REPEATS, *_repeats(rows, host_bound, set(paces))]
     lines.append(USED.format(n=len(rows_used()), rows=_listed(sorted(rows_used()))))
     for title, names in GROUPS.items():
         lines += [f"\n### {title}\n", *_grouped(timed, names)]
@@ -126,26 +159,35 @@ def _table(first: str) -> list[str]:
     return [f"| {first} | n | mean | mean absolute | p90 | worst |", RULE]
 
 
-def _overall(timed: Sequence[Residual], host_bound: set[str]) -> Iterator[str]:
+def _overall(timed: Sequence[Residual], paces: Mapping[str, str]) -> Iterator[str]:
     """Errors of each quantity: all rows, those held out, by what bounds the step."""
-    choices: dict[str, Callable[[Residual], bool]] = {
-        "all": lambda r: True,
-        "held out": lambda r: r.role is Role.HOLDOUT,
-        "the GPU sets the pace": lambda r: r.row_id not in host_bound,
-        "of these held out": lambda r: r.row_id not in host_bound and r.role is Role.HOLDOUT,
-        "the host sets the pace": lambda r: r.row_id in host_bound,
-        "of those held out": lambda r: r.row_id in host_bound and r.role is Role.HOLDOUT,
-    }
+    choices = {"all": tuple(PACES), "the GPU sets the pace": ("gpu", "both")}
+    choices |= {"the host needs less than 0.6 of the GPU's time": ("gpu",)}
+    choices |= {"the host needs nearly as long": ("both",), "the host sets the pace": ("host",)}
     yield from _table("rows")
     for quantity, words in QUANTITIES.items():
-        for name, is_chosen in choices.items():
-            errors = [
-                r.comparison.error_percent
-                for r in timed
-                if r.comparison.quantity == quantity and is_chosen(r)
+        for name, chosen in choices.items():
+            found = [
+                r for r in timed if r.comparison.quantity == quantity and paces[r.row_id] in chosen
             ]
-            if errors:
-                yield _line(f"{words}: {name}", errors)
+            held_out = [r for r in found if r.role is Role.HOLDOUT]
+            for more, some in (("", found), (", held out", held_out)):
+                if some:
+                    yield _line(
+                        f"{words}: {name}{more}", [r.comparison.error_percent for r in some]
+                    )
+
+
+def _ranges(steps: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """The range of each pace, and how often it holds for a step that had no part in it."""
+    yield "| what sets the pace | n | measured / predicted | inside without itself |"
+    yield "|---|--:|--:|--:|"
+    inside = inside_without_itself(steps)
+    for pace, bounds in history_table(steps).items():
+        held, n = inside[pace]
+        ends = f"{bounds['low']:.2f} to {bounds['high']:.2f}"
+        yield f"| {PACES[pace]} | {bounds['n']} | {ends} | {held} of {n} ({100 * held / n:.0f} %) |"
+    yield ""
 
 
 def _repeats(rows: Iterable[RecordedRow], host_bound: set[str], ids: set[str]) -> Iterator[str]:
@@ -213,4 +255,6 @@ def _published(cases: Sequence[PublicSpeed]) -> Iterator[str]:
 
 if __name__ == "__main__":
     every = recorded_rows(ROOT)
-    DOCUMENT.write_text(render(every, accuracy_report(every)))
+    report = accuracy_report(every)
+    HISTORY.write_text(history_text(every, report))
+    DOCUMENT.write_text(render(every, report))

@@ -29,8 +29,10 @@ def test_the_throughput_document_is_up_to_date(
     script: Any, recorded_reports: Callable[[], Mapping[str, AccuracyReport]]
 ) -> None:
     report = merged_reports(recorded_reports().values())
-    text = script.render(script.recorded_rows(ROOT), report)
+    rows = script.recorded_rows(ROOT)
+    text = script.render(rows, report)
     assert script.DOCUMENT.read_text() == text, "run `make accuracy`"
+    assert script.HISTORY.read_text() == script.history_text(rows, report), "run `make accuracy`"
 
 
 def test_every_published_time_says_what_the_report_did_otherwise(script: Any) -> None:
