@@ -31,8 +31,8 @@ NOTES = {
     "causal attention of the same shape, by default the `hopper` backend's (in rows that name no "
     "backend, the portable one's).",
     "attention_heads": "Head size 192 is of queries and keys beside values of 128 (latent attention).",
-    "decode": "A cache is only read, the copy reads and writes: its rate can be passed. One sequence "
-    "takes some 0.1 ms at any length, most likely what the host needs for two launches.",
+    "decode": "A cache is only read, the copy reads and writes: its rate can be passed. Beside `torch` only "
+    "the cache in bf16 has a peer.",
 }
 Row = Mapping[str, Any]
 HEAD = """# Kernels
@@ -98,11 +98,11 @@ been traced, and they are refused.
 | folder | computes | held beside inputs and results | peers |
 |---|---|---|---|
 | `cross_entropy` | linear layer and cross-entropy, both gradients in the forward; runs as the plan's loss `fused_linear` | one chunk of logits, 4 bytes per token | transformers' chain, the same compiled |
-| `rms_norm` | RMS norm | 4 bytes per row kept; backward: an fp32 row for each program | torch's own, transformers' chain |
+| `rms_norm` | RMS norm | 4 bytes per row kept; backward: an fp32 row for each program, two per multiprocessor | torch's own, transformers' chain |
 | `swiglu` | silu(gate) x up | nothing: silu(gate) is made again | torch's chain, the same compiled |
 | `rope` | rotary embedding of query and key | nothing | transformers' chain, the same compiled |
 | `adamw` | one step over a flat fp32 shard with a 16-bit copy | nothing: all in place | torch's fused AdamW and a copy |
-| `linear_attention` | **another function**: causal linear attention with f = elu + 1, not softmax attention; tested in the interpreter and on an H200, compiled for sm_80 and sm_90; its speed is not recorded yet | 4 bytes per row and head kept; 4 D (D + 1) bytes per chunk of 32 or 64 tokens and key-value head, twice in the backward | torch's softmax attention, by length |
+| `linear_attention` | **another function**: causal linear attention with f = elu + 1, not softmax attention; tested in the interpreter and on an H200, compiled for sm_80 and sm_90 | 4 bytes per row and head kept; 4 D (D + 1) bytes per chunk of 32 or 64 tokens and key-value head, twice in the backward | torch's softmax attention, by length |
 | `decode` | attention of a few new tokens against a contiguous or paged cache in bf16, fp16, fp8 or int8; no gradients | with n splits, 4 n (D + 1) bytes per query and head | torch's attention, the rate of a copy |
 
 All are custom operators with fake implementations, so `torch.compile` takes them whole; all but `adamw`
@@ -111,6 +111,9 @@ and `decode` are differentiable. They are not called by models unless a plan say
 HOW = """
 Every figure compares kernels inside one process on one GPU, in turns, by medians of CUDA-event
 timings with the L2 cache flushed; `ratio` is the peer's time over ours, above 1 where ours is faster.
+The GPU waits before each call until the host has started it: what the host needs for that, some 0.1 to
+0.4 ms, hides behind other work in a training step and in a CUDA graph. Figures of attention and of
+cross-entropy are older than that wait, and long enough to do without.
 Rates count 4 B Hq S^2 D operations for a forward, half of it if causal, 2.5 times that for a backward.
 """
 
