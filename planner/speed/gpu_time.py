@@ -19,12 +19,12 @@ from planner.speed.operation_lists import (
     is_masked,
     operation_list,
 )
-from planner.speed.rates import Rates
+from planner.speed.rates import FP32_ATTENTION, Rates
 from planner.workload import Attention, Precision, TrainingWorkload
 
 _BACKWARD_FLOPS = 2.5
-# Fused attention in fp32 runs without tensor cores, at about half of what products reach.
-_FP32_ATTENTION = 0.5
+# Fused attention in fp32 that was not measured: without tensor cores, at about half of what products reach.
+_FP32_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,10 @@ def _attention_parts(
             flops = flops * _BACKWARD_FLOPS
         kind = f"{row}_{workload.attention}" + ("_masked" if masked else "")
         head_dim = (spec.head_dim + spec.attended_size / spec.num_heads) / 2
-        if workload.precision is Precision.FP32:
-            time_s = flops / (_FP32_ATTENTION * rates.peak_flop_s["fp32"])
+        in_fp32 = workload.precision is Precision.FP32
+        kind += FP32_ATTENTION if in_fp32 else ""
+        if in_fp32 and kind not in rates.attention:
+            time_s = flops / (_FP32_SHARE * rates.peak_flop_s["fp32"])
         else:
             time_s = rates.attention_s(kind, b * spec.num_heads, s, head_dim, flops)
         time_s = time_s + rates.gap_s

@@ -112,13 +112,24 @@ def list_key(spec: ModelSpec, workload: TrainingWorkload) -> str:
     compute = "bf16" if precision is Precision.MIXED else str(precision)
     adapters = f"/lora_{workload.lora_targets}" if workload.lora_rank else ""
     direct = "_direct" if spec.family == "deepseek_v2" else ""
-    fused = [str(workload.attention), "sdpa", "eager"]
+    chosen = [str(workload.attention), "sdpa", "eager"]
+    if _is_fused_in_fp32(spec, workload):
+        chosen.insert(0, "triton")
     for tail in dict.fromkeys((adapters, "")):
-        for attention in fused:
+        for attention in chosen:
             key = f"{spec.family}/{attention}{direct}/{compute}{tail}"
             if key in known:
                 return key
     raise KeyError(f"{spec.family}: its operations were not traced")
+
+
+def _is_fused_in_fp32(spec: ModelSpec, workload: TrainingWorkload) -> bool:
+    """Whether SDPA has a fused kernel in fp32 where the traced model, whose heads share keys, had none.
+
+    Then it runs what our kernel's list says: one attention, and nothing repeated for it.
+    """
+    is_sdpa = workload.attention is Attention.SDPA and workload.precision is Precision.FP32
+    return is_sdpa and spec.num_heads == spec.num_kv_heads and not workload.packed
 
 
 def forward_layer_rows(

@@ -27,6 +27,8 @@ _SMALLEST_KERNEL_S = 2e-6
 # exactly counts 400 times one at a factor of 2.
 _LAYOUT_DISTANCE, _NEAR_DISTANCE = 0.25, 0.05
 _LAYOUTS = ("nt", "nn", "tn", "tt")
+# What the kind of an attention computed in fp32 ends in.
+FP32_ATTENTION = "_fp32"
 # Stream times are kept at powers of sqrt(2) bytes, from 256 bytes to 16 TiB.
 _FIRST_LOG2, _STEPS_PER_LOG2, _COLUMNS = 8, 2, 74
 # Rows of queries that one block of a fused attention kernel takes.
@@ -266,7 +268,8 @@ def _product_points(
     for curve in _merged(curves):
         name, _, layout = curve.operation.partition("_")
         if name in _PRODUCTS and curve.flops and "sustained" not in layout:
-            layout = "nn" if name == "grouped" else layout
+            # Earlier calibrations measured the experts' forward alone.
+            layout = "nn" if layout == "mm" else layout
             groups.setdefault((_PRODUCTS[name], curve.dtype), []).append((curve, layout))
     return {key: _points(rates, key, found, idle_s) for key, found in groups.items()}
 
@@ -327,7 +330,8 @@ def _attention_points(curves: Iterable[Curve], idle_s: float) -> dict[str, Atten
     groups: dict[str, list[Curve]] = {}
     for curve in _merged(curves):
         if curve.operation.startswith("attention_"):
-            groups.setdefault(curve.operation, []).append(curve)
+            in_fp32 = FP32_ATTENTION if curve.dtype == "fp32" else ""
+            groups.setdefault(curve.operation + in_fp32, []).append(curve)
     points = {}
     for name, found in groups.items():
         sizes = np.log2([(curve.shape[3], curve.shape[4]) for curve in found])

@@ -278,3 +278,17 @@ def test_reductions_take_longer_beside_a_gpu_that_computes() -> None:
     assert slowed(2.0) == [1.0, 1.0]
     assert slowed(3.0) == pytest.approx([1.155, 1.0])
     assert slowed(9.0) == pytest.approx([1.31, 1.0])
+
+
+def test_sdpa_in_fp32_is_fused_where_heads_share_no_keys() -> None:
+    fp32 = TrainingWorkload(precision=Precision.FP32)
+    grouped, alone = (
+        resolve_model("meta-llama/Llama-3.2-1B"),
+        resolve_model("allenai/OLMo-2-0425-1B"),
+    )
+    # torch chooses its math implementation for grouped heads, its memory-efficient kernel otherwise
+    # (backends of recorded steps: sdpa:math and sdpa:efficient).
+    assert list_key(grouped, fp32) == "llama/sdpa/fp32"
+    assert list_key(alone, fp32) == "olmo2/triton/fp32"
+    found = operation_list(alone, fp32, layer_kinds(alone, fp32))
+    assert found.attention and not any(one.kind == "bmm" for one in found.products)
