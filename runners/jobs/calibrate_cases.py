@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -194,6 +194,11 @@ def _matrix_products(is_cuda: bool) -> Iterator[Case]:
                 yield _product("nn", tokens, hidden, outer, "bf16")
                 yield _product("tn", outer, hidden, tokens, "bf16")
         yield _product("nt", 4096, 128256, hidden, "bf16")
+    for hidden, inner in ((2048, 6144), (4096, 14336)):
+        for tokens in (1024, 4096):
+            yield _product("nt", tokens, inner, hidden, "fp32")
+            yield _product("nn", tokens, hidden, inner, "fp32")
+            yield _product("tn", inner, hidden, tokens, "fp32")
     for layout, m, n, k in (("nt", 4096, 14336, 4096), ("nn", 4096, 4096, 14336)):
         alone = _product(layout, m, n, k, "bf16")
         lasting = {"operation": f"{alone.operation}_sustained"}
@@ -231,21 +236,11 @@ def _batched_products(is_cuda: bool) -> Iterator[Case]:
     """Scores and their use as eager attention computes them, and products of groups of rows."""
     shapes = ((1024, 64), (2048, 64), (1024, 128), (2048, 128), (4096, 128))
     for length, size in shapes if is_cuda else ((64, 16),):
-        batch = 32
-        for layout, m, n, k in (
-            ("nt", length, length, size),
-            ("nn", length, size, length),
-            ("tn", length, size, length),
-        ):
-            yield Case(
-                group="matmul",
-                operation=f"bmm_{layout}",
-                shape=(m, n, k, batch),
-                dtype="bf16",
-                bytes=2 * batch * (m * k + k * n + m * n),
-                flops=2.0 * batch * m * n * k,
-                prepare=partial(_multiply_batch, layout, m, n, k, batch),
-            )
+        dtypes = ("bf16", "fp32") if length in (1024, 2048) else ("bf16",)
+        for dtype in dtypes:
+            yield _batched("nt", length, length, size, dtype)
+            yield _batched("nn", length, size, length, dtype)
+            yield _batched("tn", length, size, length, dtype)
     if not is_cuda:
         return
     for rows, n, k, experts in (
@@ -254,31 +249,59 @@ def _batched_products(is_cuda: bool) -> Iterator[Case]:
         (32768, 1536, 2048, 128),
         (32768, 2048, 768, 128),
         (8192, 1536, 2048, 128),
+        (8192, 5760, 2880, 32),
+        (8192, 2880, 2880, 32),
+        (2048, 28672, 4096, 8),
     ):
-        yield Case(
-            group="matmul",
-            operation="grouped_mm",
-            shape=(rows, n, k, experts),
-            dtype="bf16",
-            bytes=2 * (rows * k + experts * k * n + rows * n),
-            flops=2.0 * rows * n * k,
-            prepare=partial(_multiply_groups, rows, n, k, experts),
-        )
+        for layout in ("nn", "nt", "tn"):
+            yield Case(
+                group="matmul",
+                operation=f"grouped_{layout}",
+                shape=(rows, n, k, experts),
+                dtype="bf16",
+                bytes=2 * (rows * k + experts * k * n + rows * n),
+                flops=2.0 * rows * n * k,
+                prepare=partial(_multiply_groups, layout, rows, n, k, experts),
+            )
 
 
-def _multiply_batch(layout: str, m: int, n: int, k: int, batch: int, device: torch.device) -> Work:
-    a = _draw(device, "bf16", batch, *((k, m) if layout[0] == "t" else (m, k)))
-    b = _draw(device, "bf16", batch, *((n, k) if layout[1] == "t" else (k, n)))
+def _batched(layout: str, m: int, n: int, k: int, dtype: str) -> Case:
+    batch = 32
+    return Case(
+        group="matmul",
+        operation=f"bmm_{layout}",
+        shape=(m, n, k, batch),
+        dtype=dtype,
+        bytes=batch * (m * k + k * n + m * n) * DTYPES[dtype].itemsize,
+        flops=2.0 * batch * m * n * k,
+        prepare=partial(_multiply_batch, layout, (m, n, k), batch, dtype),
+    )
+
+
+def _multiply_batch(
+    layout: str, sizes: tuple[int, int, int], batch: int, dtype: str, device: torch.device
+) -> Work:
+    m, n, k = sizes
+    a = _draw(device, dtype, batch, *((k, m) if layout[0] == "t" else (m, k)))
+    b = _draw(device, dtype, batch, *((n, k) if layout[1] == "t" else (k, n)))
     left = a.transpose(1, 2) if layout[0] == "t" else a
     right = b.transpose(1, 2) if layout[1] == "t" else b
     return lambda: torch.bmm(left, right)
 
 
-def _multiply_groups(rows: int, n: int, k: int, experts: int, device: torch.device) -> Work:
-    a, weights = _draw(device, "bf16", rows, k), _draw(device, "bf16", experts, k, n)
-    share = rows // experts
+def _multiply_groups(
+    layout: str, rows: int, n: int, k: int, experts: int, device: torch.device
+) -> Work:
+    """Experts' forward (nn), and the gradients of their rows (nt) and of their weights (tn)."""
+    given, weights = _draw(device, "bf16", rows, k), _draw(device, "bf16", experts, k, n)
+    results, share = _draw(device, "bf16", rows, n), rows // experts
     ends = torch.arange(share, rows + 1, share, device=device, dtype=torch.int32)
-    return lambda: torch._grouped_mm(a, weights, offs=ends)
+    left, right = {
+        "nn": (given, weights),
+        "nt": (results, weights.transpose(1, 2)),
+        "tn": (given.t(), results),
+    }[layout]
+    return lambda: torch._grouped_mm(left, right, offs=ends)
 
 
 def _product(layout: str, m: int, n: int, k: int, dtype: str) -> Case:
@@ -323,9 +346,15 @@ def _attention(device: torch.device) -> Iterator[Case]:
     for shape in shapes:
         if shape.sequence_length <= 4096:
             yield from _masked_attention(shape)
+    # In fp32 SDPA has a fused kernel where every query head has its own keys and values.
+    in_fp32 = [replace(s, dtype="fp32") for s in shapes if s.sequence_length <= 4096]
+    for shape in in_fp32:
+        alone = replace(shape, kv_heads=shape.heads)
+        yield Case(**_attend_fields("sdpa", alone, backward=False))
+        yield Case(**_attend_fields("sdpa", alone, backward=True))
     # Ours last of all: it is compiled first.
-    for shape in shapes:
-        if reason_to_skip("triton", shape, torch.bfloat16, device) is None:
+    for shape in (*shapes, *in_fp32):
+        if reason_to_skip("triton", shape, DTYPES[shape.dtype], device) is None:
             forward, backward = Direction.FORWARD, Direction.BACKWARD
             fields = _attend_fields("triton", shape, backward=False)
             yield OwnAttentionCase(direction=forward, **fields)
@@ -362,8 +391,8 @@ def _attend_masked(shape: AttentionProblem, backward: bool, device: torch.device
 
 def _attend_fields(kernel: str, shape: AttentionProblem, *, backward: bool) -> dict[str, Any]:
     tokens = shape.batch * shape.sequence_length
-    query_bytes = 2 * tokens * shape.heads * shape.head_dim
-    key_bytes = 2 * tokens * shape.kv_heads * shape.head_dim
+    token_bytes = tokens * shape.head_dim * DTYPES[shape.dtype].itemsize
+    query_bytes, key_bytes = token_bytes * shape.heads, token_bytes * shape.kv_heads
     # Q, K, V, O; the backward reads these and O's gradient and writes those of Q, K, V.
     moved = 4 * query_bytes + 4 * key_bytes if backward else 2 * query_bytes + 2 * key_bytes
     return {
@@ -373,7 +402,7 @@ def _attend_fields(kernel: str, shape: AttentionProblem, *, backward: bool) -> d
             *(shape.batch, shape.heads, shape.kv_heads),
             *(shape.sequence_length, shape.head_dim),
         ),
-        "dtype": "bf16",
+        "dtype": shape.dtype,
         "bytes": moved,
         "flops": shape.forward_flops() * (_BACKWARD_FLOPS_FACTOR if backward else 1.0),
         "prepare": partial(_attend, kernel, shape, backward),
@@ -383,11 +412,11 @@ def _attend_fields(kernel: str, shape: AttentionProblem, *, backward: bool) -> d
 def _attend(kernel: str, shape: AttentionProblem, backward: bool, device: torch.device) -> Work:
     size = (shape.batch, shape.heads, shape.sequence_length, shape.head_dim)
     key_size = (shape.batch, shape.kv_heads, shape.sequence_length, shape.head_dim)
-    inputs = [_draw(device, "bf16", *s).requires_grad_() for s in (size, key_size, key_size)]
+    inputs = [_draw(device, shape.dtype, *s).requires_grad_() for s in (size, key_size, key_size)]
     attend = KERNELS[kernel](shape)
     if not backward:
         return torch.no_grad()(lambda: attend(*inputs))
-    output, upstream = attend(*inputs), _draw(device, "bf16", *size)
+    output, upstream = attend(*inputs), _draw(device, shape.dtype, *size)
     return lambda: torch.autograd.grad(output, inputs, upstream, retain_graph=True)
 
 
