@@ -2,7 +2,8 @@
 
 The lines run verbatim, as root, in a throw-away copy-on-write view of this machine (a mount
 namespace with an overlay over /), in the Dockerfile's order together with its COPY and WORKDIR.
-What this does not check: the base image itself (this machine's Debian and Python stand in for it).
+What this does not check: the base image itself (this machine's Debian and Python stand in for it), and that
+Torch and Triton can be unpacked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,16 @@ STAND_IN = (
     "apt-get update -q && apt-get install -q -y --no-install-recommends python3 python3-venv",
     "/usr/bin/python3 -m venv /opt/image-python",
     "export PATH=/opt/image-python/bin:$PATH",
+    # Byte code of what is never imported here is not needed; the image has it compiled.
+    "export PIP_NO_COMPILE=1",
+    # Torch and Triton, most of what there is to unpack, are those of the repository's own environment where
+    # it has them: pip finds them satisfied, and what they need themselves is installed as everything else.
+    "mkdir /opt/unpacked",
+    "for name in torch torch-*.dist-info triton triton-*.dist-info; do"
+    " for found in {root}/.venv/lib/python3*/site-packages/$name; do"
+    " if [ -e $found ]; then ln -s $found /opt/unpacked/; fi; done; done",
+    "for site in /opt/image-python/lib/python3*/site-packages; do"
+    " echo /opt/unpacked > $site/unpacked.pth; done",
 )
 # What must hold in the end, for the image's user: init, compiler, Triton's headers, the product.
 PROOF = (
@@ -57,7 +68,7 @@ def shell_script(instructions: list[Instruction], ignored: list[str]) -> str:
     It ends by proving that the image's user has the command line, a worker and the volume.
     """
     excludes = " ".join(shlex.quote(f"--exclude={pattern}") for pattern in ignored)
-    steps = list(STAND_IN)
+    steps = [line.replace("{root}", shlex.quote(str(ROOT))) for line in STAND_IN]
     for instruction in instructions:
         if instruction.name == "WORKDIR":
             steps.append(f"mkdir -p {instruction.argument} && cd {instruction.argument}")
