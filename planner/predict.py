@@ -12,7 +12,6 @@ from planner.decode import decode_throughput
 from planner.engines import engine_notes
 from planner.error_history import Interval, interval_around
 from planner.families import parameter_shapes
-from planner.memory.overheads import outside_bytes
 from planner.memory.parallel import is_split
 from planner.memory.stages import step_memory
 from planner.memory.training import attention_notes, routing_notes
@@ -89,11 +88,11 @@ def _length_notes(spec: ModelSpec, length: int) -> list[str]:
     return [f"{length:,} tokens are more than the {spec.max_positions:,} the model is made for."]
 
 
-def _interval(plan: Plan, workload: TrainingWorkload, device_bytes: int) -> Interval | None:
+def _interval(
+    plan: Plan, workload: TrainingWorkload, device_bytes: int, doubt_bytes: int
+) -> Interval | None:
     """Return where the history of plans like this one puts the measurement."""
-    engine, ranks = plan.parallelism.engine, plan.parallelism.world_size
-    outside = outside_bytes(workload, engine, ranks, plan.hardware)
-    return interval_around(device_bytes, plan_traits(plan, workload), outside.doubt_bytes)
+    return interval_around(device_bytes, plan_traits(plan, workload), doubt_bytes)
 
 
 def _predict_training(
@@ -106,7 +105,8 @@ def _predict_training(
     speed = training_throughput(plan.model, workload, plan.parallelism, plan.hardware)
     # No plan that splits the model was measured, so history says nothing of one.
     unknown = is_split(plan.parallelism)
-    interval = None if unknown else _interval(plan, workload, memory["device_bytes"])
+    doubt_bytes = step.worst.overheads.outside.doubt_bytes
+    interval = None if unknown else _interval(plan, workload, memory["device_bytes"], doubt_bytes)
     return Prediction(
         plan=plan,
         memory=memory,

@@ -159,11 +159,22 @@ def traced(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) ->
     as they lie and copy those of several rows: copies that no peak has, but other blocks for what
     comes after them. Where one head serves all, expanding it to them copies nothing either.
     """
-    mixed = workload.precision is Precision.MIXED
-    compute = "bf16" if mixed else str(workload.precision)
     if spec.trace is not None:
-        return _traced_by_itself(spec, workload, compute, sequence_length)
+        return _traced_by_itself(spec, workload, _compute(workload), sequence_length)
     kinds = layer_kinds(spec, workload, sequence_length)
+    return _traced_of_family(spec, workload.of_any_size(), kinds, workload.micro_batch == 1)
+
+
+def _compute(workload: TrainingWorkload) -> str:
+    return "bf16" if workload.precision is Precision.MIXED else str(workload.precision)
+
+
+@lru_cache(maxsize=512)
+def _traced_of_family(
+    spec: ModelSpec, workload: TrainingWorkload, kinds: tuple[str, ...], is_one_row: bool
+) -> Traced:
+    """The template of layers of these kinds; `workload` is any with the rows and the length left out."""
+    compute = _compute(workload)
     attention = attention_variant(spec, workload, compute, kinds)
     parts = [compute, str(workload.checkpointing)]
     if workload.loss is not Loss.HF:
@@ -172,7 +183,7 @@ def traced(spec: ModelSpec, workload: TrainingWorkload, sequence_length: int) ->
         base = f"_{workload.base_dtype}" if workload.base_dtype is BaseDtype.NF4 else ""
         parts.append(f"lora_{workload.lora_targets}{base}")
     families = (OLDER + spec.family, spec.family) if spec.masks_experts else (spec.family,)
-    names = (attention + ONE_ROW, attention) if workload.micro_batch == 1 else (attention,)
+    names = (attention + ONE_ROW, attention) if is_one_row else (attention,)
     found = [Traced(f, "/".join((name, *parts)), kinds) for f in families for name in names]
     return next(filter(_has_kinds, found), found[-1])
 
