@@ -43,7 +43,8 @@ FOUR_BIT: dict[str, tuple[str, ...]] = {
 # compute dtypes that are: under autocast a trace takes the longest. Those in bf16 with adapters are new.
 OUTDATED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((family for family in FAMILIES if family != "qwen2"), ("autocast",)),
-    **dict.fromkeys(("gemma3_text", "deepseek_v2", "deepseek_v3"), COMPUTES),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), COMPUTES),
+    "gemma3_text": ("fp32", "autocast"),
 }
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
@@ -56,6 +57,8 @@ ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
 WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
 
 _SELECTIVE = ("eager", "sdpa", "triton", "eager_direct", "sdpa_direct")
+# Under a window's mask; `sdpa_mha` is also SDPA without grouped heads in fp32.
+_ALSO_SELECTIVE = (("sdpa_mha", "bf16"), ("sdpa_mqa", "bf16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ def variants(family: str) -> list[Variant]:
     # products in place, and torch refuses to reuse a saved tensor that has been written to.
     kept = [] if family == "gpt_oss" else [kind for kind in kinds if kind[0] in _SELECTIVE]
     kept += [kind for kind in one_row if kept and kind[0].removesuffix(ONE_ROW) in _SELECTIVE]
+    kept += [kind for kind in kinds if kind in _ALSO_SELECTIVE]
     selective = [(*kind, "selective") for kind in kept]
     modes = [(*kind, checkpointing) for kind in kinds for checkpointing in ("none", "full")]
     packed = [(*kind, ckpt) for kind in _packed_kinds(family) for ckpt in ("none", "full")]
@@ -172,8 +176,8 @@ def _packed_kinds(family: str) -> list[tuple[str, str]]:
 def adapter_variants(family: str) -> list[Variant]:
     """The variants of a family that are traced with adapters on a frozen model.
 
-    Eager attention only where there is no other. Selective checkpoints in bf16 only, on whole
-    weights.
+    Eager attention only where there is no other. Selective checkpoints on whole weights, and rows of
+    several documents, in bf16 only.
     """
     attentions = _attentions(family)
     fused = [attention for attention in attentions if not attention.startswith("eager")]
@@ -183,6 +187,11 @@ def adapter_variants(family: str) -> list[Variant]:
     four_bit = FOUR_BIT.get(family, ())
     modes += [("nf4", compute, mode) for compute in four_bit for mode in ("none", "full")]
     kinds = [(attention, *mode) for mode in modes for attention in fused or attentions]
+    if family in PACKED:
+        packed = ("sdpa_packed", "sdpa_packed_mha")
+        kinds += [
+            (attention, "", "bf16", mode) for attention in packed for mode in ("none", "full")
+        ]
     return [
         Variant(family, attention, compute, checkpointing, adapters=adapters, base=base)
         for attention, base, compute, checkpointing in kinds

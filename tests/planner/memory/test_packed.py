@@ -56,14 +56,20 @@ def test_checkpointed_layers_share_the_model_s_mask(
     assert two["attention"] == BATCH * LENGTH**2 * mask_itemsize
 
 
-@pytest.mark.parametrize("attention", [Attention.EAGER, Attention.SDPA])
+@pytest.mark.parametrize(
+    ("attention", "lora_rank"), [(Attention.EAGER, 0), (Attention.SDPA, 0), (Attention.SDPA, 16)]
+)
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
 def test_formulas_and_replay_see_the_same_peak(
-    attention: Attention, checkpointing: Checkpointing
+    attention: Attention, checkpointing: Checkpointing, lora_rank: int
 ) -> None:
     spec = resolve_model("meta-llama/Llama-3.1-8B", {"num_hidden_layers": 5})
     workload = TrainingWorkload(
-        sequence_length=900, attention=attention, checkpointing=checkpointing, packed=True
+        sequence_length=900,
+        attention=attention,
+        checkpointing=checkpointing,
+        packed=True,
+        lora_rank=lora_rank,
     )
     ranks = Parallelism(zero_stage=3, world_size=4)
     check_training(spec, workload, ranks)
