@@ -58,6 +58,23 @@ RANGES = """
 **The range of a step** that a plan shows: of the ratios of measured to predicted time of whole steps like it, the
 middle nine tenths (order statistics). The last column asks each step whether the range of all others holds it.
 """
+FAR = """
+## Rows more than {percent:.0f} % off
+
+{n} of {of} rows. Of {waiting} the host sets the pace or nearly does; {offloaded} more step their optimizer in host memory,
+whose threads the row does not tell. The others, whose GPU should set the pace:
+"""
+# Why steps whose GPU should set the pace took longer or less, by row.
+EXPLAINED = {
+    "25d60d48a87d4591": "our portable attention in fp32 multiplies without tensor cores, slower than was assumed",
+    "c97382c5b8f9bca9": "not known: every step's backward took three times what its kernels should; its experts' "
+    "gradients, 0.9 billion elements in one tensor, were never timed at such a size",
+    "debaed2db79e012d": "memory was short: the allocator gave cached segments back 29 times in 13 steps "
+    "(`num_alloc_retries`), 60 ms each",
+    "3ed3f3077762f1ce": "probably a mixture's small operations (sorting, gathering rows), timed by what is like them",
+    "fd8f4cad1f8c4b3a": "probably a mixture's small operations and its experts' biases, timed by what is like them",
+    "9299fe6c6c9bce6d": "the host starts a checkpointed forward more slowly than it was calibrated: 73 ms for 33",
+}
 REPEATS = """
 **Plans that were run more than once**: each run beside the median of the others, what is left when everything
 about a plan is known but the moment; and beside the median of all, itself among them.
@@ -139,6 +156,7 @@ def render(rows: Sequence[RecordedRow], report: AccuracyReport, public: Path = P
     lines.append(USED.format(n=len(rows_used()), rows=_listed(sorted(rows_used()))))
     for title, names in GROUPS.items():
         lines += [f"\n### {title}\n", *_grouped(timed, names)]
+    lines += _far_off(rows, timed, paces)
     lines += ["\n## Published times", PUBLISHED, *_published(public_speeds(public)), SPLITS]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -222,6 +240,39 @@ def _grouped(timed: Sequence[Residual], names: Sequence[str]) -> Iterator[str]:
 
 def _natural(value: str) -> tuple[int, str]:
     return (int(value), "") if value.isdigit() else (0, value)
+
+
+def far_off(
+    rows: Iterable[RecordedRow], timed: Sequence[Residual], paces: Mapping[str, str]
+) -> list[Residual]:
+    """Return the steps more than EXPLAINED_PERCENT off whose GPU should set the pace."""
+    offloaded = _offloaded(rows)
+    return [
+        r
+        for r in timed
+        if abs(r.comparison.error_percent) > EXPLAINED_PERCENT
+        and paces[r.row_id] == "gpu"
+        and r.row_id not in offloaded
+    ]
+
+
+def _offloaded(rows: Iterable[RecordedRow]) -> set[str]:
+    return {row.id for row in rows if row.spec["plan"]["workload"].get("offload_optimizer")}
+
+
+def _far_off(
+    rows: Sequence[RecordedRow], timed: Sequence[Residual], paces: Mapping[str, str]
+) -> Iterator[str]:
+    """How many rows are far off and why, one by one where the GPU should set the pace."""
+    far = [r for r in timed if abs(r.comparison.error_percent) > EXPLAINED_PERCENT]
+    offloaded = {r.row_id for r in far} & _offloaded(rows)
+    waiting = sum(paces[r.row_id] != "gpu" and r.row_id not in offloaded for r in far)
+    numbers = {"n": len(far), "of": len(timed), "waiting": waiting, "offloaded": len(offloaded)}
+    yield FAR.format(percent=EXPLAINED_PERCENT, **numbers)
+    for r in sorted(far_off(rows, timed, paces), key=lambda r: -abs(r.comparison.error_percent)):
+        why = EXPLAINED.get(r.row_id, "not explained")
+        name = f"{r.groups['architecture']}, {r.groups['engine']} {r.groups['stage']}"
+        yield f"- `{r.row_id}` ({name}) {r.comparison.error_percent:+.0f} %: {why}."
 
 
 def _published(cases: Sequence[PublicSpeed]) -> Iterator[str]:

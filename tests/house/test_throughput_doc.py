@@ -35,6 +35,15 @@ def test_the_throughput_document_is_up_to_date(
     assert script.HISTORY.read_text() == script.history_text(rows, report), "run `make accuracy`"
 
 
+def test_every_step_far_off_whose_gpu_sets_the_pace_says_why(
+    script: Any, recorded_reports: Callable[[], Mapping[str, AccuracyReport]]
+) -> None:
+    rows = script.recorded_rows(ROOT)
+    timed = script.timed_of(merged_reports(recorded_reports().values()))
+    far = script.far_off(rows, timed, script.paces_of(rows, timed))
+    assert {r.row_id for r in far} <= set(script.EXPLAINED)
+
+
 def test_every_published_time_says_what_the_report_did_otherwise(script: Any) -> None:
     cases = public_speeds(script.PUBLIC)
     assert len(cases) >= 15
