@@ -66,9 +66,14 @@ def _runs_on_hopper(
         and capability == _HOPPER
         and workload.precision is not Precision.FP32
         and direction not in spec.portable_attention
-        and spec.value_dim == spec.head_dim <= _MAX_HEAD_DIM
-        and spec.head_dim % _HEAD_DIM_STEP == 0
+        and takes_head_sizes(spec)
     )
+
+
+def takes_head_sizes(spec: ModelSpec) -> bool:
+    """Whether our kernels for Hopper take a model's heads."""
+    is_even = spec.head_dim % _HEAD_DIM_STEP == 0
+    return is_even and spec.value_dim == spec.head_dim <= _MAX_HEAD_DIM
 
 
 def _has_window(spec: ModelSpec, workload: TrainingWorkload, layer: int) -> bool:

@@ -16,7 +16,7 @@ from planner.hardware import Gpu, gpu_presets
 from planner.interconnects import interconnect
 from planner.speed.host import HostTable
 from planner.speed.own import with_own
-from planner.speed.rates import AttentionPoints, Rates, rates_from_curves
+from planner.speed.rates import HOPPER, AttentionPoints, Rates, rates_from_curves
 
 # The GPU whose curves come with the planner. Others are taken to reach as much of their sheets.
 MEASURED_ID = "h200-sxm5-141gb"
@@ -96,6 +96,7 @@ def _scaled(rates: Rates, measured: Gpu, gpu: Gpu) -> Rates:
         attention={
             name: AttentionPoints(points.sizes, points.rates + np.log(faster))
             for name, points in rates.attention.items()
+            if gpu.compute_capability == measured.compute_capability or HOPPER not in name
         },
         collectives={
             name: (sizes, times / link) for name, (sizes, times) in rates.collectives.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.memory.attention import takes_head_sizes
 from planner.model import ModelSpec
 from planner.operations import attended_pairs
 from planner.speed.operation_lists import (
@@ -117,6 +118,19 @@ def _summed(counts: Any, values: Any) -> Any:
     return (counts @ flat).reshape((len(counts), *values.shape[1:]))
 
 
+def _runs_on_hopper(
+    spec: ModelSpec, workload: TrainingWorkload, row: str, window: int | None
+) -> bool:
+    """Whether our attention's kernels for Hopper take a layer, if they run on the GPU at all."""
+    return (
+        workload.attention is Attention.TRITON
+        and workload.precision is not Precision.FP32
+        and window is None
+        and row.removeprefix("attention_") not in spec.portable_attention
+        and takes_head_sizes(spec)
+    )
+
+
 def _attention_parts(
     spec: ModelSpec, workload: TrainingWorkload, found: OperationList, rates: Rates, b: Any, s: Any
 ) -> list[Part]:
@@ -130,6 +144,8 @@ def _attention_parts(
         if row == "attention_backward":
             flops = flops * _BACKWARD_FLOPS
         kind = f"{row}_{workload.attention}" + ("_masked" if masked else "")
+        if _runs_on_hopper(spec, workload, row, window):
+            kind = rates.hopper_kind(row) or kind
         head_dim = (spec.head_dim + spec.attended_size / spec.num_heads) / 2
         in_fp32 = workload.precision is Precision.FP32
         kind += FP32_ATTENTION if in_fp32 else ""

@@ -27,8 +27,8 @@ _SMALLEST_KERNEL_S = 2e-6
 # exactly counts 400 times one at a factor of 2.
 _LAYOUT_DISTANCE, _NEAR_DISTANCE = 0.25, 0.05
 _LAYOUTS = ("nt", "nn", "tn", "tt")
-# What the kind of an attention computed in fp32 ends in.
-FP32_ATTENTION = "_fp32"
+# What the kind of an attention computed in fp32 ends in, and that of our kernels for Hopper.
+FP32_ATTENTION, HOPPER = "_fp32", "hopper"
 # Stream times are kept at powers of sqrt(2) bytes, from 256 bytes to 16 TiB.
 _FIRST_LOG2, _STEPS_PER_LOG2, _COLUMNS = 8, 2, 74
 # Rows of queries that one block of a fused attention kernel takes.
@@ -128,6 +128,11 @@ class Rates:
         rate = np.exp(weights @ points.rates / weights.sum(-1))
         waves = np.ceil(length / _ATTENTION_ROWS) * rows / self.multiprocessors
         return 2 * _SMALLEST_KERNEL_S + flops / rate * np.ceil(waves) / waves
+
+    def hopper_kind(self, row: str) -> str | None:
+        """Return the kind of a direction of our attention's kernels for Hopper, where they were measured."""
+        kind = f"{row}_{HOPPER}"
+        return kind if kind in self.attention else None
 
     def collective_s(self, operation: str, size_bytes: Any, ranks: Any) -> Any:
         """Return the time of one collective over GPUs of a node; `size_bytes` of the full buffer.

@@ -146,3 +146,23 @@ def test_another_gpu_reaches_as_much_of_its_sheet() -> None:
     ]
     # Both compute at the same rate: a large product takes as long.
     assert times[0] == pytest.approx(times[1], rel=0.02)
+
+
+def test_attention_in_fp32_and_by_our_kernels_for_hopper_have_rates_of_their_own() -> None:
+    shape = (1, 4, 1, 1024, 64)
+    in_fp32 = curve("attention_forward_sdpa", shape, 3.0, flops=1e9, dtype="fp32")
+    found = rates(
+        curve("attention_forward_sdpa", shape, 1.0, flops=1e9),
+        curve("attention_forward_hopper", shape, 0.5, flops=1e9),
+        in_fp32,
+    )
+    kinds = {"attention_forward_sdpa", "attention_forward_hopper", "attention_forward_sdpa_fp32"}
+    assert set(found.attention) == kinds
+    assert found.hopper_kind("attention_forward") == "attention_forward_hopper"
+    assert found.hopper_kind("attention_backward") is None
+    # The gradients of experts are products of their own, as each was measured.
+    grouped = rates(
+        curve("grouped_mm", (64, 32, 16, 4), 1.0, flops=1e9),
+        curve("grouped_tn", (64, 32, 16, 4), 2.0, flops=1e9),
+    ).products["grouped", "bf16"]
+    assert grouped.layouts.tolist() == [layout_number("nn"), layout_number("tn")]
