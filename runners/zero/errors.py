@@ -14,6 +14,10 @@ from runners.zero.collectives import Collectives
 from runners.zero.groups import FlatGroup, Owner
 
 _MOST_NAMES = 3
+_INSTEAD = (
+    "change values in place inside `with engine.whole_parameters():` (load_state_dict, copy_), or build "
+    "the engine again"
+)
 
 
 class ZeroError(RuntimeError):
@@ -77,22 +81,44 @@ def _released(args: Iterable[Any]) -> Iterable[ReleasedParameter]:
 
 
 def check_unchanged(groups: Sequence[FlatGroup]) -> None:
-    """Raise ZeroError where a module has another parameter than the engine gave it."""
-    for group in groups:
-        for owners, parameter in zip(group.owners, group.parameters, strict=True):
-            for owner in owners:
-                _check_owner(owner, parameter)
+    """Raise ZeroError where a module has another parameter than the engine gave it, or other values."""
+    # Parameters that are released would look up each attribute in Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in groups:
+            storage, is_trained = group.flat.untyped_storage()._cdata, not group.is_frozen
+            for owners, parameter in zip(group.owners, group.parameters, strict=True):
+                for owner in owners:
+                    _check_owner(owner, parameter)
+                if parameter.untyped_storage()._cdata != storage:
+                    raise ZeroError(
+                        f"{owners[0].name} was given other values or another dtype after the engine "
+                        f"was built (.data, half(), to()), which keeps its own: {_INSTEAD}"
+                    )
+                if parameter.requires_grad != is_trained:
+                    raise ZeroError(
+                        f"{owners[0].name} was {'frozen' if is_trained else 'made trainable'} after the "
+                        "engine was built: set requires_grad before, or build the engine again"
+                    )
 
 
 def check_complete(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
-    """Raise ZeroError where the model has parameters that the engine does not know."""
-    known = {id(parameter) for group in groups for parameter in group.parameters}
+    """Raise ZeroError where the model has parameters that the engine does not know, or lost some."""
+    known = {
+        id(parameter): owners[0].name
+        for group in groups
+        for owners, parameter in zip(group.owners, group.parameters, strict=True)
+    }
     for name, parameter in model.named_parameters():
-        if id(parameter) not in known:
+        if known.pop(id(parameter), None) is None:
             raise ZeroError(
                 f"{name} was added after the engine was built and would not be trained: build the "
                 "engine again, after all parameters are there"
             )
+    if known:
+        raise ZeroError(
+            f"{min(known.values())} is no longer part of the model, and the engine would go on "
+            "stepping it: build the engine again"
+        )
 
 
 def _check_owner(owner: Owner, parameter: nn.Parameter) -> None:
@@ -102,9 +128,7 @@ def _check_owner(owner: Owner, parameter: nn.Parameter) -> None:
     shape = None if found is None else list(found.shape)
     change = "was removed" if found is None else f"was replaced by a tensor of shape {shape}"
     raise ZeroError(
-        f"{owner.name} {change} after the engine was built, which trains another: change values in "
-        "place inside `with engine.whole_parameters():` (load_state_dict, copy_), or build the engine "
-        "again"
+        f"{owner.name} {change} after the engine was built, which trains another: {_INSTEAD}"
     )
 
 

@@ -88,6 +88,47 @@ def test_an_added_parameter_is_refused() -> None:
         engine.backward(_loss(model), last_micro_batch=True)
 
 
+def test_a_removed_layer_is_refused() -> None:
+    model, engine = _engine(2)
+    model.model.layers = nn.ModuleList(list(model.model.layers)[:1])
+    with pytest.raises(ZeroError, match=r"layers\.1\.\S+ is no longer part of the model"):
+        engine.backward(_loss(model), last_micro_batch=True)
+
+
+def _set_data(model: Any) -> None:
+    model.lm_head.weight.data = torch.zeros(61, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_set_data, r"lm_head\.weight was given other values or another dtype after"),
+        (lambda model: model.lm_head.requires_grad_(False), r"lm_head\.weight was frozen after"),
+        (lambda model: model.model.norm.requires_grad_(True), r"norm\.weight was made trainable"),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_changed_after_a_step_is_named(
+    change: Callable[[Any], object], words: str, stage: int
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG)).train()
+    model.model.norm.requires_grad_(False)
+    options = {"optimizer": "sgd", "precision": "fp32", "lr": 0.1}
+    engine = ZeroEngine(model, stage=stage, device=torch.device("cpu"), **options)
+    engine.backward(_loss(model), last_micro_batch=True)
+    engine.step()
+    change(model)
+    with pytest.raises(ZeroError, match=words):
+        engine.backward(_loss(model), last_micro_batch=True)
+
+
+def test_a_model_cast_after_it_was_given_whole_is_refused() -> None:
+    model, engine = _engine(0)
+    model.double()
+    with pytest.raises(ZeroError, match=r"embed_tokens\.weight was given .* another dtype"):
+        engine.backward(_loss(model), last_micro_batch=True)
+
+
 def test_torch_s_own_backward_is_refused() -> None:
     model, engine = _engine(1)
     with pytest.raises(ZeroError, match=r"call engine.backward\(loss\) instead"):

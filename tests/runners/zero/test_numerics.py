@@ -1,7 +1,8 @@
 """Every stage trains alike on worlds of two, three and four ranks, and like torch's DDP.
 
-The worlds reduce in one order of sums, so that parameters, gradients and losses must be equal bit by
-bit over ten steps; what gloo's own order changes is held to a bound (see numerics_main).
+The worlds reduce in one order of sums, two ranks by the backend itself, so that parameters, gradients and
+losses must be equal bit by bit over ten steps; what gloo's own order over more ranks changes is held to a
+bound (see numerics_main).
 """
 
 from __future__ import annotations
