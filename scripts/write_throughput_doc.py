@@ -66,7 +66,6 @@ whose threads the row does not tell. The others, whose GPU should set the pace:
 """
 # Why steps whose GPU should set the pace took longer or less, by row.
 EXPLAINED = {
-    "25d60d48a87d4591": "our portable attention in fp32 multiplies without tensor cores, slower than was assumed",
     "c97382c5b8f9bca9": "not known: every step's backward took three times what its kernels should; its experts' "
     "gradients, 0.9 billion elements in one tensor, were never timed at such a size",
     "debaed2db79e012d": "memory was short: the allocator gave cached segments back 29 times in 13 steps "

@@ -6,7 +6,10 @@ import importlib.util
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("h200-calibrate.jsonl", "speed/h200-host.jsonl", "speed/h200-kinds.jsonl")
+FILES = (
+    "h200-calibrate.jsonl",
+    *(f"speed/h200-{name}.jsonl" for name in ("host", "kinds", "dtypes")),
+)
 
 
 def test_the_shipped_rates_are_those_that_were_recorded() -> None:
