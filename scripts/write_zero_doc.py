@@ -77,10 +77,10 @@ HOW_PEAKS = """
 Peak by stage and number of ranks: **measured**, one rank alone; in brackets predicted, where nothing was.
 """
 HOW_OFFLOADED = """
-`offload_optimizer` keeps and steps the optimizer in host memory. **here** is the device's peak, **kept**
-that of the same plan with its optimizer on the device, **host** what the run held
-in host memory for it and, predicted, with pinned buffers rounded up as torch does; **adds** what the
-planner says that it adds to a step at least.
+`offload_optimizer` keeps and steps the optimizer in host memory. **here** is the device's peak, **kept** that of the
+same plan with its optimizer there, **host** what the run held in host memory and, predicted, with pinned buffers rounded
+up as torch does; **adds** what it adds to a step at least. These steps had a thread on each of 32 CPUs that others used
+too: 24 ms a group, be it 6 or 27 million elements; alone it is 2 and 8, with the 16 threads there are now 2 and 10 ms.
 """
 HOW_TIMED = """
 `python -m runners.bench_engines recorded/matrices/same_run.json OUT` runs each plan four times on one
