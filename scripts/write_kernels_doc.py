@@ -31,6 +31,8 @@ NOTES = {
     "causal attention of the same shape, by default the `hopper` backend's (in rows that name no "
     "backend, the portable one's).",
     "attention_heads": "Head size 192 is of queries and keys beside values of 128 (latent attention).",
+    "linear_attention": "The peer computes another function: attention with softmax, whose time grows with the "
+    "square of the length.",
     "decode": "A cache is only read, the copy reads and writes: its rate can be passed. Beside `torch` only "
     "the cache in bf16 has a peer.",
 }
@@ -112,8 +114,8 @@ HOW = """
 Every figure compares kernels inside one process on one GPU, in turns, by medians of CUDA-event
 timings with the L2 cache flushed; `ratio` is the peer's time over ours, above 1 where ours is faster.
 The GPU waits before each call until the host has started it: what the host needs for that, some 0.1 to
-0.4 ms, hides behind other work in a training step and in a CUDA graph. Figures of attention and of
-cross-entropy are older than that wait, and long enough to do without.
+0.4 ms, hides behind other work in a training step and in a CUDA graph. Figures of AdamW, cross-entropy
+and attention, but for the `hopper` windows, are older than that wait, and long enough to do without.
 Rates count 4 B Hq S^2 D operations for a forward, half of it if causal, 2.5 times that for a backward.
 """
 

@@ -40,9 +40,7 @@ from planner.workload import KvDtype, WeightsDtype
 # Ids of recorded rows that a constant below was fitted to: no evidence for the times they set.
 DECODE_ROWS = frozenset(
     (
-        "2a6df7e19561cd9d",
         "9436024a0e6645b4",
-        "64bfa18987712c17",
         "79237c4ebf67330a",
         "e747d32afa5bafb0",
     )
@@ -55,9 +53,9 @@ _BETWEEN_KERNELS_S = 0.5e-6
 # Products of so many tokens are measured ones of few; from these on the curves of training hold, and between
 # them time goes by a straight line.
 _MANY_TOKENS = 2 * MOST_FEW_TOKENS
-# Over pages with a scale for each token and head each of a program's tiles takes longer than over one piece,
-# as the curves are: fitted to Llama-3.1-8B's fp8 caches of 16 x 4,096 and 32 x 8,192 tokens.
-_PAGED_TILE_S = 0.7e-6
+# With a scale for each token and head, over pages, each tile that a program goes through takes so much longer;
+# the curves are without that: 32 sequences of 8,192 tokens take 60 us more than 64 of 4,096, in 60 tiles more.
+PAGED_TILE_S = 0.95e-6
 _TILE_TOKENS, _PROGRAMS_PER_MULTIPROCESSOR = 64, 2
 # A GPU that computes for long runs into its power limit, and one that has rested computes faster than the
 # curves of calls repeated, which are between. Prefills of up to 22 ms take 0.87 of these, from 60 ms on 1.09 (a
@@ -80,7 +78,7 @@ _HOPPER, _HOPPER_HEADS = "9.0", (64, 128)
 # The host's seconds for a forward that is no graph: at all, and for each kernel of ours (a Triton launch
 # through torch's dispatcher), fitted to two served traces, those of SERVE_ROWS; and for each of torch's
 # (planner/speed/h200.json: the host's for Llama, with its pace). Alone, a decode attention takes 0.107 ms of
-# the host (batch 1 in recorded/kernels/h200-decode.jsonl).
+# the host (batch 1, 4,096 tokens, timed with the host's start).
 _HOST_FORWARD_S = 8e-3
 _HOST_OWN_S = 135e-6
 _HOST_TORCH_S = 26e-6
@@ -331,7 +329,7 @@ class StepTimes:
             served.kv_dtype, scales > 0, part.head_dim, batch, seen / layers * heads
         )
         if scales:
-            each_s += _PAGED_TILE_S * self._tiles(batch, seen / layers)
+            each_s += PAGED_TILE_S * self._tiles(batch, seen / layers)
         read_s = layers * self._slower * each_s
         append = layers * self._stream_s(batch * elements * 4.0)
         return StepPart(
