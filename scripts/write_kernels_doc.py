@@ -33,8 +33,8 @@ NOTES = {
     "attention_heads": "Head size 192 is of queries and keys beside values of 128 (latent attention).",
     "linear_attention": "The peer computes another function: attention with softmax, whose time grows with the "
     "square of the length.",
-    "decode": "A cache is only read, the copy reads and writes: its rate can be passed. Beside `torch` only "
-    "the cache in bf16 has a peer.",
+    "decode": "A cache is only read, the copy reads and writes: its rate can be passed. `torch` reads the "
+    "contiguous cache in bf16.",
 }
 Row = Mapping[str, Any]
 HEAD = """# Kernels
