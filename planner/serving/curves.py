@@ -44,7 +44,8 @@ def decode_attention_s(
 ) -> float:
     """Return the seconds of one decode attention over so many cached tokens x key-value heads of a layer.
 
-    `token_scales`: a one-byte cache has a scale for each token and head, not one for each head. Heads of
+    `token_scales`: a one-byte cache has a scale for each token and head and lies in pages; else it has one for
+    each head, in one piece. Heads of
     another width than those measured take the nearest one's time by their bytes. One sequence alone is cut
     into more parts than several are.
     """

@@ -45,7 +45,9 @@ DECODE_ROWS = frozenset(
         "e747d32afa5bafb0",
     )
 )
-SERVE_ROWS = frozenset(("4b9cdfe1b06d1b35", "b7dcbad6e5500c05", "df40b0c8d35820ec"))
+SERVE_ROWS = frozenset(
+    ("4b9cdfe1b06d1b35", "b7dcbad6e5500c05", "df40b0c8d35820ec", "7185e92847b1d823")
+)
 PREFILL_ROWS = frozenset(("b5840a901a294d25", "60e281f0617861be", "79237c4ebf67330a"))
 
 # Fitted to Llama-3.2-1B at batch 16 over 512 tokens, which is almost all small kernels.
@@ -84,9 +86,10 @@ _HOST_OWN_S = 135e-6
 _HOST_TORCH_S = 26e-6
 # Before a prefill's graph a dozen small operations put tokens and block tables where it reads them.
 _REPLAY_S = 12 * _HOST_TORCH_S
-# What our engine's host does in a step while the GPU waits: fitted to the first trace that was served with
-# prefills as graphs, of Llama-3.2-1B.
-_STEP_HOST_S = 0.11e-3
+# What our engine's host does in a step while the GPU waits, and for each request that decodes (its page, its
+# token), and for a chunk of a prompt (its room, who decodes then): fitted to two traces of Llama-3.2-1B, of few
+# requests at once and of many.
+_STEP_HOST_S, _ROW_HOST_S, _CHUNK_HOST_S = 0.08e-3, 13e-6, 0.2e-3
 # Kernels and slices by which a chunk's layer gathers the pages of what lies before it.
 _GATHERING_KERNELS = 6
 _OWN_KERNELS = ("norms", "activation", "rotary")
@@ -177,7 +180,9 @@ class StepTimes:
         """
         prefill = self.prefill_s(prefill_tokens, prefill_context) if prefill_tokens else 0.0
         decode = self.decode_s(decode_batch, decode_context_total) if decode_batch else 0.0
-        return prefill + decode + _STEP_HOST_S
+        host = _STEP_HOST_S + decode_batch * _ROW_HOST_S
+        host += _CHUNK_HOST_S if prefill_tokens else 0.0
+        return prefill + decode + host
 
     def prefill_parts(
         self, num_tokens: int, context_tokens: int = 0, rows: int = 1
@@ -344,8 +349,10 @@ class StepTimes:
         """Tiles of keys that each program of a decode attention goes through, one after the other."""
         part = self.part
         heads = part.num_heads if part.latent is not None else part.num_kv_heads
-        slots = _PROGRAMS_PER_MULTIPROCESSOR * self.rates.multiprocessors
-        return layer_tokens * heads / _TILE_TOKENS / max(slots, batch * heads)
+        # A row is cut into parts until there are two programs for each multiprocessor; four run at once.
+        fewest = _PROGRAMS_PER_MULTIPROCESSOR * self.rates.multiprocessors
+        programs = min(max(fewest, batch * heads), 2 * fewest)
+        return layer_tokens * heads / _TILE_TOKENS / programs
 
     def _seen_tokens(self, batch: int, total_context_tokens: int) -> float:
         """Cached tokens that a step reads over all layers, sequences taken as equally long."""

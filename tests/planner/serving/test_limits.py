@@ -25,16 +25,17 @@ def limit(batch: int = 32, context: int = 8192, **changes: Any) -> Limit:
 def test_half_the_bytes_of_a_cache_are_not_half_the_step() -> None:
     found = limit(kv_dtype=KvDtype.FP8)
     assert found.part == "attention" and found.byte_factor == pytest.approx(2, rel=0.01)
-    # The kernel reads fp8 at 0.692 of the sheet's rate and bf16 at 0.954: less than x1.45 of attention.
-    assert 1 < found.speed_up < 1.45 < found.most
+    # Attention, 63 % of the step, takes 130 (32 x 8,192 tokens) to 166 us (64 x 4,096) of 248: measured.
+    assert 1 / (1 - 0.63 * (1 - 166 / 248)) < found.speed_up < 1 / (1 - 0.63 * (1 - 130 / 248))
     assert found.most == pytest.approx(1 / (1 - found.share))
     assert "with 2.00 times fewer bytes; were it free, a step would be" in found.sentence
 
 
-def test_a_scale_for_each_token_makes_a_smaller_cache_slower() -> None:
+def test_a_scale_for_each_token_takes_back_what_a_smaller_cache_gains() -> None:
     found = limit(kv_dtype=KvDtype.FP8, token_scales=True)
-    assert found.speed_up < 1 < found.byte_factor
-    assert found.sentence.endswith("of its time with 1.94 times fewer bytes.")
+    assert found.byte_factor is not None
+    assert 0.95 < found.speed_up < 1.05 < found.byte_factor
+    assert "of its time with 1.94 times fewer bytes" in found.sentence
 
 
 def test_smaller_weights_help_what_reads_weights() -> None:

@@ -45,15 +45,16 @@ def test_a_prompt_in_chunks_has_the_attention_of_the_whole() -> None:
     assert chunks == pytest.approx(attention_flops(4096, 0))
 
 
-def test_a_step_with_both_takes_as_long_as_one_after_the_other() -> None:
+def test_a_step_with_both_takes_as_long_as_one_after_the_other_and_the_host_between() -> None:
     found = times()
-    both = found.prefill_s(512, 1024) + found.decode_s(8, 8000)
-    assert found.step_s(512, 1024, 8, 8000) - both == pytest.approx(
-        found.step_s(512, 1024, 0, 0) - found.prefill_s(512, 1024)
-    )
-    host_s = found.step_s(0, 0, 8, 8000) - found.decode_s(8, 8000)
-    assert 0 < host_s < 1e-3
-    assert found.step_s(512, 1024, 0, 0) - found.prefill_s(512, 1024) == pytest.approx(host_s)
+    empty_s = found.step_s(0, 0, 0, 0)
+    prefill_s, decode_s = found.step_s(512, 1024, 0, 0), found.step_s(0, 0, 8, 8000)
+    assert found.step_s(512, 1024, 8, 8000) == pytest.approx(prefill_s + decode_s - empty_s)
+    for whole_s, forward_s in (
+        (prefill_s, found.prefill_s(512, 1024)),
+        (decode_s, found.decode_s(8, 8000)),
+    ):
+        assert empty_s < whole_s - forward_s < 0.5e-3
 
 
 @pytest.mark.parametrize("dtype", [WeightsDtype.FP8, WeightsDtype.INT4])
@@ -61,11 +62,13 @@ def test_smaller_weights_decode_faster(dtype: WeightsDtype) -> None:
     assert times(weights_dtype=dtype).decode_s(1, 1000) < times().decode_s(1, 1000)
 
 
-def test_a_scale_for_every_cached_token_costs_more_than_a_byte_less_saves() -> None:
+def test_a_scale_for_every_cached_token_costs_what_a_byte_less_saves() -> None:
+    """Measured: 12.65 ms a step, 12.72 ms over bf16."""
     plain, per_head = times(), times(kv_dtype=KvDtype.FP8)
     per_token = times(kv_dtype=KvDtype.FP8, token_scales=True)
     at = (32, 32 * 8192)
-    assert per_head.decode_s(*at) < plain.decode_s(*at) < per_token.decode_s(*at)
+    assert per_head.decode_s(*at) < 0.8 * plain.decode_s(*at)
+    assert per_token.decode_s(*at) == pytest.approx(plain.decode_s(*at), rel=0.03)
 
 
 def test_a_window_bounds_what_decoding_reads() -> None:
