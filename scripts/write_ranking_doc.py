@@ -98,6 +98,12 @@ def summary_lines(report: RankingReport) -> Iterator[str]:
     """Yield the figures in words, for whole steps and ranks alone together and apart."""
     yield report.sentence()
     yield report.repeats_sentence()
+    good = [group for group in report.groups if group.is_good]
+    vague = sum((group.told_apart_percent or 100.0) > GOOD_PERCENT for group in good)
+    yield (
+        f"The same holds for good choices: of {len(good)}, {vague} are in groups whose runs cannot tell "
+        f"{GOOD_PERCENT:.0f} % apart, or where nothing was run twice."
+    )
     number = max(1, len(report.groups))
     aim = "reached" if report.good / number >= AIM_SHARE else "missed"
     yield f"The aim, {format_share(AIM_SHARE, 0)} of the groups within {GOOD_PERCENT:.0f} %, is {aim}."
