@@ -42,9 +42,9 @@ FOUR_BIT: dict[str, tuple[str, ...]] = {
 # (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`), with the
 # compute dtypes that are: under autocast a trace takes the longest. Those in bf16 with adapters are new.
 OUTDATED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((family for family in FAMILIES if family != "qwen2"), ("autocast",)),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), COMPUTES),
-    "gemma3_text": ("fp32", "autocast"),
+    **dict.fromkeys(set(FAMILIES) - {"llama", "qwen2"}, ("autocast",)),
+    **dict.fromkeys(("gemma3_text", "deepseek_v3"), ("fp32", "autocast")),
+    "deepseek_v2": COMPUTES,
 }
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
