@@ -98,7 +98,9 @@ CLIPPED = {
     2: (Case("llama", max_grad_norm=0.1),),
     3: (Case("gpt2", accumulation=2, sync=False, checkpointing=True, max_grad_norm=0.1),),
 }
-SAVED = (Case("gpt2"), Case("llama", precision="mixed"), Case("llama", lora=True))
+# What two ranks go on with at stage 1 and save, three load at stage 3.
+GROWS = Case("gpt2")
+SAVED = (GROWS, Case("llama", precision="mixed"), Case("llama", lora=True))
 
 
 def stages_loaded(world_size: int) -> tuple[int, ...]:
@@ -374,6 +376,12 @@ def load_elsewhere(out: Path, collectives: ProcessGroupCollectives, device: torc
             loaded = training.engine.full_parameters()
             went_on = training.run(step, STEPS)
             results["loaded", here] = went_on | {"saved": loaded}
+            if (case, stage, collectives.world_size) == (GROWS, 1, 2):
+                save_checkpoint(training.engine, out / "grows", step=STEPS)
+    if collectives.world_size == 3:
+        training = Training.begin(GROWS.at(3), collectives, device)
+        load_checkpoint(training.engine, out / "grows")
+        results["grown", GROWS] = training.engine.full_parameters()
     return results
 
 

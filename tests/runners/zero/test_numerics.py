@@ -58,7 +58,7 @@ def _run(out: Path, device: str, backend: str, world_sizes: tuple[int, ...]) -> 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return _run(tmp_path_factory.mktemp("worlds"), "cpu", "gloo", (4, 3, 2))
+    return _run(tmp_path_factory.mktemp("worlds"), "cpu", "gloo", (4, 2, 3))
 
 
 def _differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
@@ -156,6 +156,13 @@ def test_what_four_ranks_saved_at_stage_3_two_go_on_with_at_stage_1(worlds: Resu
 
 def test_what_four_ranks_saved_three_load(worlds: Results) -> None:
     check_loaded(worlds, 3, 4)
+
+
+def test_what_two_ranks_saved_at_stage_1_three_load_at_stage_3(worlds: Results) -> None:
+    here = replace(main.GROWS.at(1), accumulation=2, sync=False)
+    saved = worlds[2][0][repr(("loaded", here))]["parameters"]
+    for ranks in worlds[3]:
+        assert _differences(ranks[repr(("grown", main.GROWS))], saved) == []
 
 
 @pytest.mark.gpu
