@@ -48,9 +48,7 @@ def test_the_plans_tensors_are_found_filtered_and_taken_away(
     }
 
 
-def test_a_dot_of_the_accuracy_chart_opens_its_run(
-    few_rows: int, page: Page, product: str
-) -> None:
+def test_a_dot_of_the_accuracy_chart_opens_its_run(few_rows: int, page: Page, product: str) -> None:
     page.goto(f"{product}/accuracy")
     dots = page.locator(".st-key-residual_strips_card .point")
     # The server first predicts for the measurements, beside the page.
