@@ -22,6 +22,7 @@ from planner.records import Kind
 from planner.serve_run import TraceRequest, padded_tokens, parse_trace
 from planner.serving.capacity import CAPACITY_COLUMNS, Capacity, ServingEngine, capacity_cells
 from planner.serving.runs import TODAY, RanAs
+from planner.serving.times import SERVE_ROWS
 from planner.serving_levers import (
     Lever,
     ServingAnswer,
@@ -226,7 +227,8 @@ def compared_traces(url: str) -> list[dict[str, Any]]:
     rows = []
     for row in measurements(services.database(), kinds=[RunKind.SERVE]):
         found = simulated_row(row.spec, row.environment, row.measured)
-        if found is None or RanAs.of(Kind.SERVE, row.measured) != TODAY:
+        # What a constant was fitted to is no evidence for it.
+        if found is None or row.id in SERVE_ROWS or RanAs.of(Kind.SERVE, row.measured) != TODAY:
             continue
         name = found.model.name.rsplit("/", 1)[-1]
         what = f"{name}, {len(found.run.trace)} requests"
