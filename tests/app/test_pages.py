@@ -362,10 +362,11 @@ def test_a_plan_that_does_not_fit_offers_a_change_that_does(opened: Opened) -> N
     app = opened(attention="eager", seq="8192")
     assert "DOES NOT FIT" in texts(app)
     fix = next(button for button in app.button if str(button.key).startswith("fix_0_"))
-    assert fix.label == "Apply" and "**attention sdpa**: −" in texts(app)
+    # SDPA keeps as little; on an H200 our kernels were measured to be a little quicker.
+    assert fix.label == "Apply" and "**attention triton**: −" in texts(app)
     fix.click().run()
     assert not broken(app) and not app.error
-    assert app.session_state["attention"] == "sdpa"
+    assert app.session_state["attention"] == "triton"
     assert "FITS" in app.markdown[0].value or "FITS" in texts(app)
 
 
