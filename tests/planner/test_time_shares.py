@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from planner.time_parts import Part
+from planner.records import read_file
+from planner.time_parts import PART_WORDS, Part
 from planner.time_shares import (
     PROFILE_COLUMNS,
     Span,
@@ -17,6 +19,9 @@ from planner.time_shares import (
     profile_cells,
     verdict_sentence,
 )
+from planner.units import format_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def span(part: Part, start_s: float, end_s: float) -> Span:
@@ -127,3 +132,14 @@ def test_the_notes_say_what_the_figures_are_not() -> None:
     assert "communication takes no time here" in notes
     assert "No tokenizer was named" in notes
     assert "secret_kernel" in notes
+
+
+def test_the_documentation_s_figures_are_those_recorded() -> None:
+    text = (ROOT / "docs" / "profile.md").read_text()
+    for row in read_file(ROOT / "recorded" / "h200-profile.jsonl"):
+        seen = row.measured
+        found = {one.part: one for one in ceilings(seen)}
+        shares = (found[part].share for part in (Part.ATTENTION, Part.MATMUL, Part.HOST))
+        cells = [format_seconds(seen["step_time_s"]), *(f"{100 * share:.0f} %" for share in shares)]
+        cells += [f"{found[Part.ATTENTION].speedup:.2f}x", PART_WORDS[bottleneck(seen)].lower()]
+        assert f"| {' | '.join(cells)} |" in text, row.id
