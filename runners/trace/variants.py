@@ -40,11 +40,10 @@ FOUR_BIT: dict[str, tuple[str, ...]] = {
 }
 # Families of which stored traces are older than the rules by which the tape adds gradients
 # (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`), with the
-# compute dtypes that are: under autocast a trace takes the longest. Those in bf16 with adapters are new.
+# compute dtypes that are: under autocast a trace takes the longest.
 OUTDATED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(set(FAMILIES) - {"llama", "qwen2"}, ("autocast",)),
-    **dict.fromkeys(("gemma3_text", "deepseek_v3"), ("fp32", "autocast")),
-    "deepseek_v2": COMPUTES,
+    **dict.fromkeys(set(FAMILIES) - {"llama", "qwen2", "qwen3"}, ("autocast",)),
+    **dict.fromkeys(("gemma3_text", "deepseek_v2", "deepseek_v3"), ("fp32", "autocast")),
 }
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
@@ -103,8 +102,7 @@ class Variant:
     @property
     def is_outdated(self) -> bool:
         """Whether the stored template is older than today's rules, so that a trace may differ."""
-        is_new = self.compute == "bf16" and bool(self.adapters)
-        return self.compute in OUTDATED.get(self.family, ()) and not is_new
+        return self.compute in OUTDATED.get(self.family, ())
 
     @property
     def batch(self) -> int:
