@@ -38,13 +38,10 @@ FOUR_BIT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("phi3", "olmo2", "gemma2", "gemma3_text"), ("bf16",)),
     **dict.fromkeys(("gpt_neox", "opt", "falcon"), ("bf16",)),
 }
-# Families of which stored traces are older than the rules by which the tape adds gradients
-# (`tape.sums_in_place`) and grouped products make theirs (`standins._GroupedProduct`), with the
-# compute dtypes that are: under autocast a trace takes the longest.
-OUTDATED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(set(FAMILIES) - {"llama", "qwen2", "qwen3"}, ("autocast",)),
-    **dict.fromkeys(("gemma3_text", "deepseek_v2", "deepseek_v3"), ("fp32", "autocast")),
-}
+# Families whose stored traces under autocast, which take the longest, are older than the rules by
+# which the tape adds gradients (`tape.sums_in_place`) and grouped products make theirs
+# (`standins._GroupedProduct`), so that a trace may differ.
+OUTDATED = tuple(family for family in FAMILIES if family not in ("llama", "qwen2", "qwen3"))
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "gemma2": ("bf16", "autocast"),
@@ -102,7 +99,7 @@ class Variant:
     @property
     def is_outdated(self) -> bool:
         """Whether the stored template is older than today's rules, so that a trace may differ."""
-        return self.compute in OUTDATED.get(self.family, ())
+        return self.compute == "autocast" and self.family in OUTDATED
 
     @property
     def batch(self) -> int:
