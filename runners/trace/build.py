@@ -74,7 +74,11 @@ def write_templates(family: str, templates: dict[str, dict[str, Any]], folder: P
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],
     }
-    path.write_text(_with_each_part_once(json.loads(templates_text(head, templates))))
+    text = _with_each_part_once(json.loads(templates_text(head, templates)))
+    # In one step: a planner that reads meanwhile sees the file as it was or as it is.
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
     return path
 
 
