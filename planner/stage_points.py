@@ -164,6 +164,19 @@ def peaks_by_ranks(
     return found
 
 
+def measured_cells(groups: Mapping[str, Sequence[Point]], ranks: Sequence[int]) -> tuple[int, int]:
+    """Return how many cells of all tables of peaks one rank alone measured, and how many there are:
+    as many as `ranks` for every model with its workload, engine and stage that ran alone at all."""
+    alone = {
+        (title, point.place)
+        for title, points in groups.items()
+        for point in points
+        if point.row.spec["world"] == "solo"
+    }
+    lines = {(title, place[:2]) for title, place in alone}
+    return sum(place[2] in ranks for _, place in alone), len(lines) * len(ranks)
+
+
 def _predicted_cell(like: Point, engine: Engine, stage: int, ranks: int) -> Cell | None:
     spread = replace(like.plan.parallelism, engine=engine, zero_stage=stage, world_size=ranks)
     try:

@@ -41,8 +41,10 @@ HEAD = """# Accuracy
 Written by `make accuracy` from `recorded/`; do not edit. Error in percent:
 100 x (predicted - measured) / measured, with today's planner. `allocated`, `reserved` and `device`
 are bytes of GPU memory; `step_time` and `communication_time` (all collectives of a traced step) are
-compared only where the world keeps time (docs/architecture.md). p90 is the 90th percentile of the absolute error, worst keeps its sign.
-Rows held out were chosen before the formulas were tuned and used for nothing since.
+compared only where the world keeps time (docs/architecture.md), and collectives only where a row keeps their calls
+apart: in sums of older rows a rank waits for the other. p90 is the 90th percentile of the absolute error, worst keeps its sign.
+Rows held out were chosen before the formulas were tuned, and no formula or constant was fitted to them since; the
+intervals of verdicts rest on all rows, on these too.
 """
 COLUMNS = "| n | mean | mean absolute | p90 | worst |\n|---|--:|--:|--:|--:|--:|"
 BYTE_COLUMNS = "n | " + " | ".join(MEMORY_QUANTITIES)

@@ -10,7 +10,13 @@ import pytest
 from planner.plan import parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
-from planner.stage_points import FEWEST_POINTS, ideals_by_ranks, peaks_by_ranks, stage_points
+from planner.stage_points import (
+    FEWEST_POINTS,
+    ideals_by_ranks,
+    measured_cells,
+    peaks_by_ranks,
+    stage_points,
+)
 from planner.workload import Engine
 
 GIB = 2**30
@@ -55,6 +61,8 @@ def test_a_peak_is_measured_alone_else_predicted_else_missing() -> None:
     assert found[2].size_bytes == pytest.approx(expected, rel=1e-3)
     assert peaks_by_ranks(points, Engine.DDP, 0, (2,)) == [None]  # it has no fp32 master
     assert peaks_by_ranks(points, Engine.PEAKMARK, 2, (2,))[0] is not None
+    # Ours at 2 and 8 of three, FSDP2's stage 2 at 2: real ranks and other numbers are no cells.
+    assert measured_cells({title: points}, (2, 8, 512)) == (3, 6)
 
 
 def test_the_ideal_of_stage_0_does_not_depend_on_ranks_and_that_of_3_shrinks() -> None:
