@@ -59,6 +59,17 @@ def test_attention_is_a_line_per_case_and_a_column_per_length(script: Any) -> No
     assert "NVIDIA H200, torch 2.11.0." in text
 
 
+def test_a_portable_window_is_also_compared_with_the_default(script: Any) -> None:
+    place = {"device": "NVIDIA H200", "torch": "2.11.0", "direction": "backward", "seq": 32768}
+    window = place | {"operation": "attention_masks", "mask": "window 4k", "head_dim": 128}
+    window |= {"heads": 16, "ours_s": 8e-4, "causal_s": 3.2e-3, "causal_ratio": 4.0}
+    default = attention_row(32768, 1.0, direction="backward")
+    text = script.render([default, window])
+    # The default took 2 ms, the window 0.8 ms.
+    assert "window 4k, head dim 128, backward: 2.50 times as fast as causal" in text
+    assert "times as fast" not in script.render([default, window | {"backend": "hopper"}])
+
+
 def test_other_operations_are_tables_in_units_and_errors_are_kept(script: Any) -> None:
     base = {"operation": "rms_norm", "device": "NVIDIA H200"}
     good = base | {"rows": 4096, "ours_s": 1.5e-3, "peak_bytes": 3 * 2**20, "ratio": 1.234}
