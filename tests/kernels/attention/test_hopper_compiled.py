@@ -64,7 +64,7 @@ def test_no_form_spills_and_products_stay_asynchronous(head_dim: int) -> None:
         assert report["follows_tile"] or ":bf16:0:" in report["request"], report
 
 
-def test_no_form_without_a_list_spills() -> None:
+def test_no_form_without_a_list_spills_more_than_is_known() -> None:
     window, unequal = compile_all(SINGLE_REQUESTS)
     # Per group: scores before and in each loop, values after and in each: 3 loops with a window, 2
     # without. By block: 4 and 8 products of 16 columns or keys (three groups), 12 and 8 (two).

