@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from db.measurements import insert_measurement
 from db.models import MeasurementRow
 from db.types import Origin, Role, RunKind, RunState, RunWorld
 from db.views import Measurement
-from planner.records import RecordError, parse_row
+from planner.records import RecordError, bounded_lines, check_length, parse_row
 
 RECORDED_DIRECTORY = Path(__file__).parents[1] / "recorded"
 WITHDRAWN_FILE = "withdrawn.json"
@@ -65,20 +65,30 @@ def load_files(database: Database, files: list[Path]) -> LoadReport:
 
 def _read_rows(file: Path, problems: list[str]) -> Iterator[Measurement]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        with file.open(encoding="utf-8") as text:
+            yield from _rows_of(file.name, bounded_lines(text), problems)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         problems.append(f"{file.name} cannot be read: {reason}.")
-        return
+    except RecordError as error:
+        problems.append(f"{error} No more of that file was read.")
+
+
+def _rows_of(name: str, lines: Iterable[str], problems: list[str]) -> Iterator[Measurement]:
+    """Yield the rows that can be used; raises RecordError at a line that is too long to read on."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        place = f"{name}, line {number}"
+        check_length(line, place)
         try:
-            yield _parse(line)
+            row = _parse(line)
         except RecordError as error:
-            problems.append(f"{file.name}, line {number}: {error}")
-        except (json.JSONDecodeError, RecursionError):
-            problems.append(f"{file.name}, line {number}: the line is not JSON.")
+            problems.append(f"{place}: {error}")
+        except (ValueError, RecursionError):
+            problems.append(f"{place}: the line is not JSON.")
+        else:
+            yield row
 
 
 def _parse(line: str) -> Measurement:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import (
     AfterValidator,
@@ -184,14 +184,26 @@ def _describe(error: ValidationError) -> RecordError:
     return RecordError(name, f"{name} is {describe_value(first['input'])}: {reason}.")
 
 
+def bounded_lines(file: TextIO) -> Iterator[str]:
+    """Yield the lines of a file; of one that is too long, only as much as shows that."""
+    return iter(lambda: file.readline(MAX_LINE_CHARACTERS + 1), "")
+
+
+def check_length(line: str, place: str) -> None:
+    """Raise RecordError for a line that is too long to be a row."""
+    if len(line) > MAX_LINE_CHARACTERS:
+        raise RecordError(
+            "row", f"{place}: the line is longer than {MAX_LINE_CHARACTERS:,} characters."
+        )
+
+
 def read_rows(lines: Iterable[str], source: str) -> Iterator[RecordedRow]:
     """Parse JSON lines; raises RecordError that names `source` and the line. Blank lines pass."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         place = f"{source}, line {number}"
-        if len(line) > MAX_LINE_CHARACTERS:
-            raise RecordError("row", f"{place}: the line is longer than 1,000,000 characters.")
+        check_length(line, place)
         try:
             yield parse_row(json.loads(line))
         except RecordError as error:
@@ -204,7 +216,7 @@ def read_file(path: Path) -> list[RecordedRow]:
     """Read one file of recorded rows; raises RecordError, also when it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
-            return list(read_rows(file, path.name))
+            return list(read_rows(bounded_lines(file), path.name))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise RecordError("file", f"{path} cannot be read: {reason}.") from None

@@ -128,7 +128,7 @@ def sweep(
     if not isinstance(workload, TrainingWorkload):
         raise PlanError("job", str(plan.job), "train, as a sweep varies a training plan")
     if size > MAX_COMBINATIONS:
-        raise PlanError("sweep", size, f"at most {MAX_COMBINATIONS:,} combinations")
+        raise PlanError("sweep.combinations", size, f"at most {MAX_COMBINATIONS:,}")
     share = step_segment_share(plan.model, workload, plan.parallelism, plan.hardware)
     found = _Found(plan, axes, limits, share)
     outer = list(product(axes.attention, axes.checkpointing, axes.sequence_length))

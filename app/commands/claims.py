@@ -34,9 +34,10 @@ def claims_command(
     json: JsonFlag = False,
 ) -> None:
     """Judge the numeric claims about FlashAttention and ZeRO, beside your plan and stored runs."""
-    found = claim_documents(plan_from(chosen))
+    plan = plan_from(chosen)
     if claim is not None:
-        found = [one for one in found if one["id"] == claim] or refuse(claim, found)
+        check_claim(claim)
+    found = [one for one in claim_documents(plan) if claim in (None, one["id"])]
     if json:
         print_json({"schema": 1, "claims": found})
     elif claim is not None:
@@ -57,10 +58,15 @@ def claim_documents(plan: Any) -> list[dict[str, Any]]:
     return [one.to_dict() for one in answers(plan, rows, here)]
 
 
-def refuse(claim: str, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Raise InputError for an id that no claim has."""
-    allowed = f"one of {', '.join(one['id'] for one in found)}"
-    raise InputError("claim", claim, allowed, f"--claim is {claim[:60]!r}: it must be {allowed}.")
+def check_claim(claim: str) -> None:
+    """Raise InputError for an id that no claim has, before any claim is computed."""
+    from planner.claims.claim import all_claims
+
+    ids = [one.id for one in all_claims()]
+    if claim not in ids:
+        allowed = f"one of {', '.join(ids)}"
+        sentence = f"--claim is {claim[:60]!r}: it must be {allowed}."
+        raise InputError("claim", claim, allowed, sentence)
 
 
 def report(found: Sequence[Mapping[str, Any]]) -> None:

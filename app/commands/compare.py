@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.commands.json_file import read_json_file
 from app.commands.output import (
     InputError,
     JsonFlag,
@@ -87,7 +87,8 @@ def read_plans(text: str) -> list[ComparedPlan]:
     from planner.errors import PlanError
 
     if text.endswith(".json"):
-        return [compare_plan(_file(Path(text)), _answer)]
+        said, allowed = f"{text} cannot be read as a plan's JSON", "a file of a plan's JSON"
+        return [compare_plan(read_json_file("plans", Path(text), said, allowed), _answer)]
     query = read_link(text)
     found = []
     for one in [unpacked(plan) for plan in set_of(query)] or [query]:
@@ -107,14 +108,6 @@ def _answer(plan: Plan) -> dict[str, Any]:
     from planner.predict import predict
 
     return predict(timed_here(plan)).to_dict()
-
-
-def _file(path: Path) -> Any:
-    try:
-        return json_module.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        sentence = f"{path} cannot be read as a plan's JSON: {type(error).__name__}."
-        raise InputError("plans", str(path), "a file of a plan's JSON", sentence) from None
 
 
 def waterfalls(plans: list[ComparedPlan], baseline: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.commands.json_file import read_json_file
 from app.commands.output import InputError
 from app.state import CUSTOM_GPU, DEFAULTS
 
@@ -255,13 +256,8 @@ def _custom_part(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpu_of_file(path: Path) -> dict[str, Any]:
     """Read {"custom": {...}} as a plan's JSON has it, or the numbers alone."""
-    import json
-
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        sentence = f"--gpu {path} cannot be read as JSON: {type(error).__name__}."
-        raise InputError("gpu", str(path), "a JSON file of a GPU", sentence) from None
+    said = f"--gpu {path} cannot be read as JSON"
+    found = read_json_file("gpu", path, said, "a JSON file of a GPU")
     return found if isinstance(found, dict) and "custom" in found else {"custom": found}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.commands.json_file import read_json_file
 from app.commands.output import (
     InputError,
     JsonFlag,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from db.views import RunDetail
 
 # Far more than the largest trace that is simulated takes.
-MAX_TRACE_BYTES = 64_000_000
 
 
 def serve_command(
@@ -86,7 +86,7 @@ def serve_command(
     }
     asked: dict[str, Any] = {
         "model": decoding_model(model, config),
-        "trace": poisson if trace is None else _trace_file(trace),
+        "trace": poisson if trace is None else _trace_of(trace),
         "cache_dtype": cache_dtype,
         "peers": peer or [],
     } | {"rows": rows, "pages": pages, "page_size": page_size, "chunk_tokens": chunk_tokens}
@@ -137,18 +137,9 @@ def _pair(name: str, text: str) -> list[int]:
     return [low, high]
 
 
-def _trace_file(path: Path) -> Any:
-    import json
-
-    try:
-        if path.stat().st_size > MAX_TRACE_BYTES:
-            allowed = f"a file of at most {MAX_TRACE_BYTES:,} bytes"
-            sentence = f"--trace {path} has {path.stat().st_size:,} bytes: it must be {allowed}."
-            raise InputError("trace", str(path), allowed, sentence)
-        return json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        sentence = f"--trace {path} cannot be read as JSON: {type(error).__name__}."
-        raise InputError("trace", str(path), "a JSON file", sentence) from None
+def _trace_of(path: Path) -> Any:
+    said = f"--trace {path} cannot be read as JSON"
+    return read_json_file("trace", path, said, "a JSON file")
 
 
 def report(detail: RunDetail, *, as_json: bool) -> None:

@@ -103,16 +103,19 @@ def sweep_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None:
     from planner.checks import check_choice, check_number
     from planner.choice import Aim, best_of, front_rows
     from planner.sweep import sweep
-    from planner.sweep_axes import Limits, axes_of
+    from planner.sweep_axes import MAX_MARGIN, Limits, axes_of
 
     lists = {name: read_list(name, chosen[name]) for name in LIST_OPTIONS}
     aim = check_choice("sweep.best", chosen["best"] or "fastest", Aim)
     price = chosen["gpu_hour_cost"]
     if price is not None:
         check_number("sweep.gpu_hour_cost", price, 0.0, 1e6)
+    # Said in percent, as it was given; the planner's own check speaks of the share.
+    margin = chosen["margin"] or 0.0
+    check_number("sweep.margin", margin, 0.0, 100 * MAX_MARGIN)
     limits = Limits(
         global_batch=chosen["global_batch"],
-        margin=(chosen["margin"] or 0.0) / 100,
+        margin=margin / 100,
         max_gpus=chosen["max_gpus"],
     )
     plan = base_plan({name: chosen[name] for name in NEED}, lists)

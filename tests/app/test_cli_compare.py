@@ -42,7 +42,7 @@ def test_differences_and_waterfalls_of_links_and_files(run: Run, tmp_path: Path)
     [
         (["seq=1024"], "1 plan cannot be compared: give 2 to 4 plans."),
         (["seq=1024", "hello"], "The link cannot be used: it says nothing of a plan"),
-        (["seq=1024", "nowhere.json"], "nowhere.json cannot be read as a plan's JSON"),
+        (["seq=1024", "nowhere.json"], "nowhere.json cannot be read as a plan's JSON: No such"),
         (["seq=1024", "run=12"], "The link is of a run"),
         (["seq=512", "seq=1024", "--baseline", "3"], "--baseline is 3: it must be from 1 to 2"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app import cli_line, state
+from app.commands import json_file
 from app.commands.options import SERVE_OPTIONS, SIZE_OPTIONS, TARGET_OPTIONS, plan_from
 from app.commands.output import InputError
 from planner.errors import PlanError
@@ -67,8 +68,18 @@ def test_a_file_that_is_no_gpu_is_one_sentence(tmp_path: Path, text: str) -> Non
     path.write_text(text)
     with pytest.raises((InputError, PlanError)):
         plan_from({"gpu": str(path)})
-    with pytest.raises(InputError, match="cannot be read as JSON"):
+    with pytest.raises(InputError, match="cannot be read as JSON: No such file"):
         plan_from({"gpu": str(tmp_path / "none.json")})
+
+
+def test_a_file_without_an_end_is_not_read_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_file, "MAX_FILE_BYTES", 1000)
+    path = tmp_path / "endless.json"
+    path.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="cannot be read as JSON: it has more than 1,000 bytes"):
+        plan_from({"gpu": str(path)})
 
 
 def test_the_usable_share_is_an_option_of_serving() -> None:

@@ -84,6 +84,20 @@ def test_a_bad_line_is_named_and_the_others_are_kept(database: Database, tmp_pat
     assert [m.outcome for m in measurements(database)] == [RunState.DONE, RunState.OOM_DEVICE]
 
 
+def test_a_file_without_an_end_is_read_to_its_first_long_line(
+    database: Database, tmp_path: Path
+) -> None:
+    long = write(tmp_path, "long.jsonl", row(1), "1" * 5_000, "x" * 1_000_001, row(2))
+    report = load_files(database, [long, Path("/dev/zero")])
+    assert report.loaded == 1
+    too_long = "the line is longer than 1,000,000 characters. No more of that file was read."
+    assert report.problems == (
+        "long.jsonl, line 2: the line is not JSON.",
+        f"long.jsonl, line 3: {too_long}",
+        f"zero, line 1: {too_long}",
+    )
+
+
 def test_a_stored_row_comes_back_as_it_was(database: Database, tmp_path: Path) -> None:
     file = write(tmp_path, "a.jsonl", row(1))
     load_files(database, [file])

@@ -105,12 +105,21 @@ def write_nothing(path: Path) -> None:
     pass
 
 
+def write_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
 def write_binary(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
 
 
 @pytest.mark.parametrize(
-    ("write", "words"), [(write_nothing, "No such file"), (write_binary, "not UTF-8")]
+    ("write", "words"),
+    [
+        (write_nothing, "No such file"),
+        (write_binary, "not UTF-8"),
+        (write_endless, "longer than 1,000,000 characters"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_one_sentence(
     tmp_path: Path, write: Callable[[Path], None], words: str
