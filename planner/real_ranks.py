@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from planner.collective_times import collective_times_s
+from planner.collective_times import are_calls_apart, collective_times_s
 from planner.communication import RING_PASSES
 from planner.records import Kind
 from planner.zero import work_of
@@ -69,6 +69,12 @@ class RealRun:
         """How long only collectives ran in the traced step, on the rank where that was least."""
         ranks = self.row.measured.get("kernel_times")
         return min(float(rank["exposed_s"]) for rank in ranks) if ranks else None
+
+    @property
+    def holds_waits(self) -> bool:
+        """Whether the times of collectives are sums in which a rank waits for the others."""
+        ranks = self.row.measured.get("kernel_times") or []
+        return bool(ranks) and not are_calls_apart(ranks)
 
     @property
     def ranks_apart_bytes(self) -> int:

@@ -95,7 +95,7 @@ HOW_REAL = """
 World `nccl`, one process per GPU, beside the same plan in `solo` (alone); rank 0, sizes in GiB.
 **exposed** is how long only collectives ran in a traced step, on the rank where that was least: what a
 step waits for. A collective's time is that of its NCCL kernels, each call's on the rank that came last
-(where calls were kept apart; else a rank's sum, which holds waits for the other); GB/s are bus bandwidth.
+(where calls were kept apart; else a rank's sum, *with waits* for the other); GB/s are bus bandwidth.
 **losses**: the largest difference of a step's loss from our engine's at the lowest stage that ran, over the
 steps that both measured (attention's backward adds up in no fixed order). FSDP2 begins with fp32 numbers that ours rounds to bf16:
 from the rounded ones it trains alike, bit by bit (tests/runners/engines/test_mixed_alike.py). Steps of the
@@ -384,7 +384,7 @@ def _real_line(run: RealRun) -> str:
         *(work_title(plan), str(spread.engine), str(spread.zero_stage), str(spread.world_size)),
         *(*sizes, *times),
         "-" if exposed is None else f"{1000 * exposed:.1f}",
-        sent or "-",
+        f"{sent}; with waits" if sent and run.holds_waits else sent or "-",
         "-" if losses is None else f"{losses:.1e}" if losses else "equal",
     )
     return f"| {' | '.join(cells)} |"

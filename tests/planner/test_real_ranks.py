@@ -84,6 +84,17 @@ def test_of_every_call_the_rank_that_came_last_counts() -> None:
     assert collective_times_s([]) == {}
 
 
+def test_a_run_whose_calls_were_not_kept_apart_says_that_waits_are_in_its_times() -> None:
+    gather = {"calls": 2, "time_s": 9.0}
+    summed = [{"exposed_s": 0.0, "collectives": {"all_gather": gather}}] * 2
+    apart = [
+        {"exposed_s": 0.0, "collectives": {"all_gather": gather | {"times_s": [1.0, 8.0]}}}
+    ] * 2
+    rows = [_row("nccl", 0, stage=1), _row("nccl", 1, stage=2, kernel_times=summed)]
+    found = real_runs([*rows, _row("nccl", 2, stage=3, kernel_times=apart)])
+    assert [run.holds_waits for run in found] == [False, True, False]
+
+
 def test_a_collective_takes_the_time_of_the_rank_that_waited_least() -> None:
     def rank(gather_s: float, exposed_s: float) -> dict[str, Any]:
         collectives = {
