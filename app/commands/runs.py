@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from db.engine import Database
     from db.views import RunDetail, RunSummary
 
-WORDS = ("id", "model", "hardware", "world", "state")
+WORDS = ("id", "kind", "model", "hardware", "world", "state")
 FIGURES = ("predicted", "measured", "error")
 app = typer.Typer(help="List runs, newest first; show, cancel or export them.")
 RunId = Annotated[str, typer.Argument(help="The id that `peakmark runs` shows.")]
@@ -59,7 +59,8 @@ def run_row(run: RunSummary) -> tuple[str, ...]:
     error = f"{100 * (ours - seen) / seen:+.2f} %" if ours is not None and seen else "-"
     return (
         run.id,
-        run.model_name or run.kind.value,
+        run.kind.value,
+        run.model_name or "-",
         run.hardware_name or "-",
         run.world.value,
         "cancelling" if run.cancelling else run.state.value,

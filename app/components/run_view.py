@@ -120,7 +120,8 @@ def _headline(run: Mapping[str, Any]) -> None:
         st.markdown(plan_line(run["plan"]))
     world = str(summary["world"])
     st.caption(
-        f"Run {summary['id']} · world {world} ({WORLD_WORDS[world]}) · attempt "
+        f"Run {summary['id']} · {str(summary['kind']).replace('_', ' ')} · world {world} "
+        f"({WORLD_WORDS[world]}) · attempt "
         f"{summary['attempt']} · {duration(summary) or 'not started'}"
     )
     if summary["why"]:

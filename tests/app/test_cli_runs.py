@@ -260,7 +260,7 @@ def test_runs_lists_shows_and_cancels(run: Run) -> None:
     _, out, _ = run("runs", "--json")
     assert [line["id"] for line in json.loads(out)["runs"]] == [run_id]
     _, out, _ = run("runs")
-    assert run_id in out
+    assert out.splitlines()[-2].split()[:3] == [run_id, "train_step", "-"]
     _, out, _ = run("runs", "show", run_id, "--json")
     assert json.loads(out)["events"][0]["to_state"] == "queued"
     code, out, _ = run("runs", "cancel", run_id, "--json")
@@ -279,7 +279,7 @@ def test_a_run_without_a_plan_is_named_by_its_kind(run: Run) -> None:
     spec = {"schema": 1, "kind": "calibrate", "world": "cpu"}
     run_id = create_run(open_database(), spec, idempotency_key="c")
     _, out, _ = run("runs")
-    assert out.splitlines()[-2].split()[:2] == [run_id, "calibrate"]
+    assert out.splitlines()[-2].split()[:3] == [run_id, "calibrate", "-"]
     _, out, _ = run("runs", "show", run_id)
     assert out.splitlines() == [f"{run_id}: queued in world cpu", "calibrate"]
 
