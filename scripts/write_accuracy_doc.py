@@ -43,8 +43,10 @@ Written by `make accuracy` from `recorded/`; do not edit. Error in percent:
 are bytes of GPU memory; `step_time` and `communication_time` (all collectives of a traced step) are
 compared only where the world keeps time (docs/architecture.md), and collectives only where a row keeps their calls
 apart: in sums of older rows a rank waits for the other. p90 is the 90th percentile of the absolute error, worst keeps its sign.
-Rows held out were chosen before the formulas were tuned, and no formula or constant was fitted to them since; the
-intervals of verdicts rest on all rows, on these too.
+Reserved and device bytes are not compared of DDP as one rank alone, of ranks that share a GPU, and of runs that went
+on from a saved step: those reserve more (docs/checkpoints.md).
+Rows held out were chosen before the formulas were tuned; one that led to a correction is held out no longer
+(recorded/README.md). The intervals of verdicts rest on all rows, on these too.
 """
 COLUMNS = "| n | mean | mean absolute | p90 | worst |\n|---|--:|--:|--:|--:|--:|"
 BYTE_COLUMNS = "n | " + " | ".join(MEMORY_QUANTITIES)
