@@ -35,7 +35,12 @@ def real_lines(plan: Plan) -> tuple[bool, list[dict[str, Any]]]:
 def _stored(url: str) -> list[dict[str, Any]]:
     runs = real_runs(measurements(services.database(), kinds=[RunKind.TRAIN_STEP]))
     return [
-        {"work": work_of(document)[0], "plan": _model(document), **run.to_dict()}
+        {
+            "work": work_of(document)[0],
+            "plan": _model(document),
+            **run.to_dict(),
+            "holds_waits": run.holds_waits,
+        }
         for run in runs
         if (document := run.row.spec["plan"])
     ]
@@ -60,7 +65,7 @@ def _for_people(line: Mapping[str, Any], show: Show) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name, value in line.items():
         words = name.removesuffix("_bytes").replace("_ms", " ms").replace("_", " ")
-        if name in ("work", "collectives"):
+        if name in ("work", "collectives", "holds_waits"):
             continue
         if name.endswith("_bytes"):
             shown[words] = None if value is None else show(value)
@@ -82,6 +87,7 @@ def collective_table(lines: Sequence[Mapping[str, Any]], show: Show) -> list[dic
             "calls": one.calls,
             "payload": show(one.payload_bytes),
             "time ms": round(1000 * one.time_s, 1),
+            "with waits": "yes" if line["holds_waits"] else "no",
             "bus bandwidth": format_rate(one.bus_bytes_s, "B"),
         }
         for line in lines

@@ -30,6 +30,7 @@ from planner.serving_levers import (
     answer,
     capacity_curve,
     capacity_of,
+    check_point,
     levers,
     speed_curve,
     step_times,
@@ -144,10 +145,10 @@ def capacity_lines(point: ServingPoint) -> dict[str, list[tuple[int, int]]]:
     if point.kv_dtype is not KvDtype.FP8:
         changed["cache fp8"] = replace(point, kv_dtype=KvDtype.FP8)
     shards = 2 * point.tensor_parallel
-    if point.spec.num_heads % shards == 0:
-        changed[f"cache fp8, {shards} GPUs"] = replace(
-            point, kv_dtype=KvDtype.FP8, tensor_parallel=shards
-        )
+    divided = replace(point, kv_dtype=KvDtype.FP8, tensor_parallel=shards)
+    with suppress(PlanError):  # a model that is not divided has no such line
+        check_point(divided)
+        changed[f"cache fp8, {shards} GPUs"] = divided
     return {name: capacity_curve(one) for name, one in changed.items()}
 
 

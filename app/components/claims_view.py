@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -153,9 +154,15 @@ def _own(claim: Claim, sizes: str) -> str:
     return f" · your plan: {range_text(mine, claim['unit'], sizes)}" if mine else ""
 
 
-def _more(claim: Claim, sizes: str) -> None:
+def said_line(claim: Claim) -> str:
+    """Return what was said and where, as Markdown that shows a quote's asterisks: they are products."""
     said = claim["said_in"]
-    st.markdown(f"Said: “{claim['quote']}” — {said['title']} ({said['english']}, `{said['file']}`)")
+    quote = re.sub(r"([\\`*_~$\[\]])", r"\\\1", claim["quote"])
+    return f"Said: “{quote}” — {said['title']} ({said['english']}, `{said['file']}`)"
+
+
+def _more(claim: Claim, sizes: str) -> None:
+    st.markdown(said_line(claim))
     st.markdown(f"Needs: {claim['needs']}")
     if claim["left_out"]:
         st.caption(f":material/info: Your plan has no figure here: {claim['left_out']}")

@@ -17,7 +17,7 @@ from app.components.serving_form import choose_point, choose_trace, link_of
 from app.components.serving_run import show_serving_run
 from app.components.serving_trace import show_compared, show_trace
 from app.serving_rows import MEASURES, TraceChoice
-from planner.plan import Plan
+from planner.plan import Plan, parse_model
 from planner.serving_levers import ServingAnswer, ServingPoint
 from planner.units import format_count, format_seconds
 
@@ -48,11 +48,16 @@ def show_serving_page() -> None:
 def served_document(document: dict[str, Any]) -> dict[str, Any]:
     """Return the plan as one that serves: a training plan's model and GPU with the form's requests."""
     values = current_values()
+    context = values["context"]
+    if values["job"] != "serve":
+        # Nobody chose it: a model with fewer positions is served up to what it has.
+        model, _ = parse_model(document["model"])
+        context = min(context, model.max_positions)
     return {
         **document,
         "job": "serve",
         "workload": {
-            "context_length": values["context"],
+            "context_length": context,
             **{name: values[name] for name in SERVED},
         },
         "parallelism": {"world_size": values["gpus"] if values["job"] == "serve" else 1},

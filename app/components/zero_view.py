@@ -209,7 +209,8 @@ def _real(plan: Plan) -> None:
     st.caption(
         f"{which}One process per GPU over NCCL, and (alone) the same plan as one rank by itself; rank "
         "0. Exposed: how long only collectives ran in a traced step, which is what it waits for. "
-        "Losses: the largest distance of a step's loss from our engine's lowest stage; FSDP2 begins with "
+        "Losses: the largest distance of a step's loss from our engine's lowest stage (attention's backward "
+        "adds up in no fixed order; docs/zero.md compares bit by bit with kernels that do); FSDP2 begins with "
         "fp32 numbers that ours rounds to bf16, and from the same ones trains alike."
     )
     chosen = unit()
@@ -217,8 +218,9 @@ def _real(plan: Plan) -> None:
     show_table(table, key="zero_real", title="Real ranks beside one alone")
     st.markdown("### Collectives timed between GPUs")
     st.caption(
-        "Of the traced step: calls, full buffers, the time of NCCL's kernels without the wait for "
-        "other ranks, and bus bandwidth, what a rank's link carries."
+        "Of the traced step: calls, full buffers, the time of NCCL's kernels and bus bandwidth, what a "
+        "rank's link carries. A call's time is that of the rank that came last; where calls were not kept "
+        "apart it is a rank's sum, with waits for the other, and the bandwidth is less than the link's."
     )
     timed = real_rows.collective_table(lines, lambda size: size_text(size, chosen))
     show_table(timed, key="zero_real_sent", title="Collectives timed between GPUs")

@@ -11,6 +11,7 @@ from streamlit.testing.v1 import AppTest
 from app import claim_rows
 from app.charts.claims import claim_figure
 from app.claim_words import value_text
+from app.components.claims_view import said_line
 from app.components.problems import OUR_FAULT
 from planner.claims.answers import answers
 from planner.claims.claim import all_claims
@@ -58,6 +59,12 @@ def test_a_figure_opens_its_plan_or_its_call(few: None) -> None:
     page, query = claim_rows.page_of(stage_2["computed"][-1]["opens"])
     assert page == "app_pages/plan.py"
     assert query == {"zero": "2"}
+
+
+def test_a_quote_keeps_its_asterisks() -> None:
+    said = {"title": "A text", "english": "a text", "file": "a.txt"}
+    line = said_line({"quote": "8K*8K*4B, QK^T", "said_in": said})
+    assert line == r"Said: “8K\*8K\*4B, QK^T” — A text (a text, `a.txt`)"
 
 
 def test_the_figure_draws_every_value_and_what_is_claimed() -> None:

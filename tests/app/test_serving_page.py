@@ -64,6 +64,13 @@ def test_a_training_plan_s_model_is_served_and_its_own_runs_stand_beside(opened:
     ]
 
 
+def test_a_model_with_few_positions_is_served_up_to_them(opened: Opened) -> None:
+    # GPT-2 has 1,024, the form begins at 8,192, and a training plan has no field to change that.
+    app = page(opened, model="openai-community/gpt2", seq="512", sv_requests="4")
+    assert [error.value for error in app.error] == []
+    assert "prompts of 256, answers of 32 tokens" in texts(app)
+
+
 def test_a_link_that_says_nonsense_is_told_and_a_trace_too_long_is_one_sentence(
     opened: Opened,
 ) -> None:

@@ -67,6 +67,8 @@ def test_real_ranks_stand_beside_one_alone(opened: Opened) -> None:
     # 26 groups, of which the last one's parameters stay for its backward: 26 + 25.
     assert (gathers["collective"], gathers["calls"]) == ("all-gather", 51)
     assert gathers["bus bandwidth"].endswith("GB/s")
+    # This run's calls were not kept apart: docs/zero.md says "with waits" of it.
+    assert gathers["with waits"] == "yes"
     other = page(opened, model="Qwen/Qwen2.5-0.5B", gpus="2", seq="1024")
     assert "No stored run of this plan's work had several GPUs; these had." in texts(other)
 
