@@ -189,11 +189,12 @@ def _figures(measured: Mapping[str, Any], peak_bytes: int | None) -> tuple[str, 
 
 
 def headline(run: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """Return what was decoded and over which cache, in one line."""
-    of = "the weights' dtype" if run["cache_dtype"] == CacheDtype.MODEL else run["cache_dtype"]
+    """Return what was decoded and over which cache, in one line; a recorded run leaves defaults out."""
+    asked, _ = parse_decode(run)
+    of = "the weights' dtype" if asked.cache_dtype is CacheDtype.MODEL else asked.cache_dtype
     name = run["model"].get("preset") or run["model"].get("name") or "custom model"
     return (
-        f"{name}, batch {run['batch']}, context {run['context']}, {run['new_tokens']} new tokens: "
-        f"{run['cache']} cache in {of}, {format_bytes(measured['cache_bytes'])} beside "
+        f"{name}, batch {asked.batch}, context {asked.context}, {asked.new_tokens} new tokens: "
+        f"{asked.cache} cache in {of}, {format_bytes(measured['cache_bytes'])} beside "
         f"{format_bytes(measured['weights_bytes'])} of weights"
     )

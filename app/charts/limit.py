@@ -17,6 +17,7 @@ from app.charts.style import (
 )
 
 HEIGHT_PX = 320
+MAX_UNIT_TICKS = 12
 Row = Mapping[str, Any]
 
 
@@ -43,6 +44,11 @@ def limit_figure(found: Row, capacity_bytes: int, unit: str) -> go.Figure:
         annotation_position="top left",
     )
     figure.update_xaxes(title=found["name"].replace("_", " "), tickformat=",d")
+    tried = [one["value"] for one in planned]
+    if tried and tried[-1] - tried[0] <= MAX_UNIT_TICKS:
+        figure.update_xaxes(
+            dtick=1
+        )  # ticks at halves would be written as whole numbers, twice each
     figure.update_yaxes(title=f"{unit_name}, worst GPU")
     return figure
 

@@ -86,3 +86,7 @@ def test_figures_are_told_beside_each_peer_s() -> None:
         "meta-llama/Llama-3.2-1B, batch 4, context 1024, 64 new tokens: paged cache in fp8, "
         "32.00 MiB beside 2.00 GiB of weights"
     )
+    # A recorded run's spec leaves defaults out.
+    assert "batch 8, context 1024, 64 new tokens: paged cache in the weights' dtype" in headline(
+        {"model": MODEL, "batch": 8}, measured
+    )
