@@ -46,6 +46,7 @@ def compare_command(
 
     compared = [plan for text in plans for plan in read_plans(text)]
     _check(len(compared), baseline)
+    _check_two_are_planned(compared)
     options, quantities = option_rows(compared), quantity_rows(compared)
     shown = [rows if every else differing(rows) for rows in (options, quantities)]
     falls = waterfalls(compared, baseline - 1)
@@ -75,6 +76,16 @@ def _check(count: int, baseline: int) -> None:
         allowed = f"from 1 to {count}"
         sentence = f"--baseline is {baseline}: it must be {allowed}, one of the plans given."
         raise InputError("baseline", baseline, allowed, sentence)
+
+
+def _check_two_are_planned(plans: list[ComparedPlan]) -> None:
+    """Raise InputError where nothing is left to compare, with the first plan's reason."""
+    planned = sum(plan.prediction is not None for plan in plans)
+    reasons = [plan.refusal for plan in plans if plan.refusal is not None]
+    if planned < 2 and reasons:
+        allowed = "at least two plans that can be planned"
+        sentence = f"{planned} of {len(plans)} plans can be planned, {allowed} are needed: "
+        raise InputError("plans", planned, allowed, sentence + reasons[0])
 
 
 def read_plans(text: str) -> list[ComparedPlan]:

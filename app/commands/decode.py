@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.commands.folders import existing_folder
 from app.commands.output import (
     InputError,
     JsonFlag,
@@ -15,7 +16,6 @@ from app.commands.output import (
     print_line,
     print_table,
 )
-from app.commands.profile import absolute_folder
 from app.commands.profile import report as report_profile
 from app.commands.queued import (
     ConfigOption,
@@ -93,7 +93,7 @@ def decode_command(
     run, _ = parse_decode(asked)
     kind = "profile" if profile else "decode"
     spec = {"schema": 1, "kind": kind, "world": chosen, "decode": run.to_dict()}
-    spec |= {"deadline_s": deadline, "tokenizer": absolute_folder(tokenizer)}
+    spec |= {"deadline_s": deadline, "tokenizer": existing_folder("tokenizer", tokenizer)}
     detail = run_here(spec, quiet=json)
     (report_profile if profile else report)(detail, as_json=json)
     exit_unless_done(detail)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.commands.folders import existing_folder
 from app.commands.options import SIZE_OPTIONS, TARGET_OPTIONS, plan_from, with_options
 from app.commands.output import (
     InputError,
@@ -49,7 +49,7 @@ def profile_command(
 
     plan = plan_from(chosen)
     spec, prediction = training_spec(plan, world)
-    spec |= {"tokenizer": absolute_folder(tokenizer), "deadline_s": deadline}
+    spec |= {"tokenizer": existing_folder("tokenizer", tokenizer), "deadline_s": deadline}
     with opened_database() as database:
         run_id = create_run(
             database,
@@ -62,11 +62,6 @@ def profile_command(
         detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
     report(detail, as_json=json)
     exit_unless_done(detail)
-
-
-def absolute_folder(given: Path | None) -> str | None:
-    """Return a folder as the worker finds it, which runs elsewhere in the tree of folders."""
-    return None if given is None else os.path.abspath(given.expanduser())  # noqa: PTH100
 
 
 def training_spec(plan: Plan, world: str | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.commands.comparison import comparison_rows, print_comparison
+from app.commands.folders import absolute_folder, existing_folder
 from app.commands.limit import prove_largest
 from app.commands.options import SIZE_OPTIONS, TARGET_OPTIONS, plan_from, with_options
 from app.commands.output import (
@@ -75,7 +75,10 @@ def prove_command(
         prove_largest(plan, largest, world, deadline, as_json=json)
         return
     with opened_database() as database:
-        places = {"save_to": _absolute(save_to), "load_from": _absolute(load_from)}
+        places = {
+            "save_to": absolute_folder("save-to", save_to),
+            "load_from": existing_folder("load-from", load_from),
+        }
         run_id = submit(database, plan, world, deadline, **places)
         detail = Watch(database=database, run_id=run_id, quiet=json).until_finished()
     report(detail, as_json=json)
@@ -91,11 +94,6 @@ def _check_alone(save_to: Path | None, load_from: Path | None) -> None:
                 f"--{name} is given beside --largest, whose short runs save and load nothing."
             )
             raise InputError(name, str(folder), "without --largest", sentence)
-
-
-def _absolute(folder: Path | None) -> str | None:
-    """Return a folder as the worker finds it, which runs elsewhere in the tree of folders."""
-    return None if folder is None else os.path.abspath(folder.expanduser())  # noqa: PTH100
 
 
 def submit(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from app.commands.folders import existing_folder
 from app.commands.output import JsonFlag, make_table, print_json, print_line, print_table
-from app.commands.profile import absolute_folder
 from app.commands.queued import (
     ConfigOption,
     DeadlineOption,
@@ -67,7 +67,7 @@ def quality_command(
     named = model is not None or config is not None
     place = decoding_world(world)
     asked: dict[str, Any] = {
-        "weights": absolute_folder(weights),
+        "weights": existing_folder("weights", weights),
         "length": length,
         "rows": rows,
         "window": window,

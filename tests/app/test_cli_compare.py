@@ -44,6 +44,8 @@ def test_differences_and_waterfalls_of_links_and_files(run: Run, tmp_path: Path)
         (["seq=1024", "hello"], "The link cannot be used: it says nothing of a plan"),
         (["seq=1024", "nowhere.json"], "nowhere.json cannot be read as a plan's JSON: No such"),
         (["seq=1024", "run=12"], "The link is of a run"),
+        (["seq=1024", "seq=abc"], "1 of 2 plans can be planned, at least two plans that can be"),
+        (["seq=1024", "seq=abc"], "are needed: seq is 'abc': it must be a whole number."),
         (["seq=512", "seq=1024", "--baseline", "3"], "--baseline is 3: it must be from 1 to 2"),
     ],
 )

@@ -19,6 +19,7 @@ Run = Callable[..., tuple[int, str, str]]
 SAID = {"zero_stage": 3, "bytes": 3 * 2**30, "time_s": 4.25}
 LOADED = {**SAID, "path": "/data/a_b_c/step-00000007", "step": 7, "world_size": 1}
 SAVED = {**SAID, "path": "/data/a_b_c/step-00000014", "step": 14, "world_size": 4}
+TOKENIZER = ("--model", "qwen2.5-0.5b", "--tokenizer", "nowhere")
 LINES = [
     "Went on from step 7 of 1 rank at stage 3, 3.00 GiB in /data/a_b_c/step-00000007: loaded in "
     "4.25 s.",
@@ -79,7 +80,7 @@ def test_a_loss_that_is_not_finite_is_told(opened: Callable[..., AppTest]) -> No
     ("options", "sentence"),
     [
         (("--engine", "fsdp2", "--save-to", "steps"), "save_to cannot be done: the engine fsdp2 "),
-        (("--load-from", "/a\tb"), "load_from is '/a\\tb': it must be an absolute path without .."),
+        (("--save-to", "/a\tb"), "save_to is '/a\\tb': it must be an absolute path without .."),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_it_is_queued(
@@ -90,4 +91,30 @@ def test_what_cannot_be_saved_is_refused_before_it_is_queued(
     code, _, err = run("prove", *tiny, *options)
     assert (code, err.count("\n")) == (2, 1)
     assert sentence in err
+    assert list_runs(services.database()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["prove", "--load-from", "nowhere"], "--load-from is 'nowhere': it must be a folder that"),
+        (["prove", "--load-from", "a_file"], "--load-from is 'a_file', which is a file: it must"),
+        (["prove", "--save-to", "a_file"], "--save-to is 'a_file', which is a file: it must be a"),
+        (["quality", "--weights", "nowhere"], "--weights is 'nowhere': it must be a folder that"),
+        (["decode", "--profile", *TOKENIZER], "--tokenizer is 'nowhere': it must be a folder"),
+        (["profile", "--seq", "32", *TOKENIZER], "--tokenizer is 'nowhere': it must be a folder"),
+    ],
+)
+def test_a_folder_that_is_none_is_told_before_anything_is_queued(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a_file").touch()
+    code, _, error = run(*arguments)
+    assert code == 2
+    assert sentence in error
     assert list_runs(services.database()) == []
