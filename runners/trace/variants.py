@@ -41,7 +41,7 @@ FOUR_BIT: dict[str, tuple[str, ...]] = {
 # Families whose stored traces under autocast, which take the longest, are older than the rules by
 # which the tape adds gradients (`tape.sums_in_place`) and grouped products make theirs
 # (`standins._GroupedProduct`), so that a trace may differ.
-OUTDATED = ("mistral", "gpt_neox", "falcon", "mixtral", "qwen3_moe")
+OUTDATED = ("mistral", "mixtral", "qwen3_moe")
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "gemma2": ("bf16", "autocast"),
