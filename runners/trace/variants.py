@@ -38,10 +38,6 @@ FOUR_BIT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("phi3", "olmo2", "gemma2", "gemma3_text"), ("bf16",)),
     **dict.fromkeys(("gpt_neox", "opt", "falcon"), ("bf16",)),
 }
-# Families whose stored traces under autocast, which take the longest, are older than the rules by
-# which the tape adds gradients (`tape.sums_in_place`) and grouped products make theirs
-# (`standins._GroupedProduct`), so that a trace may differ.
-OUTDATED = ("mistral", "mixtral", "qwen3_moe")
 # Families whose eager attention was traced with a batch of one row too, and for which compute dtypes.
 ONE_ROW_COMPUTES: dict[str, tuple[str, ...]] = {
     "gemma2": ("bf16", "autocast"),
@@ -95,11 +91,6 @@ class Variant:
     def has_other_losses(self) -> bool:
         """Whether other losses than Hugging Face's are traced too: below adapters in bf16 only."""
         return not self.adapters or self.compute == "bf16"
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the stored template is older than today's rules, so that a trace may differ."""
-        return self.compute == "autocast" and self.family in OUTDATED
 
     @property
     def batch(self) -> int:
