@@ -56,7 +56,7 @@ def test_system_and_algorithm_have_tables_of_their_own() -> None:
     [
         (("--world", "nccl"), "--world is 'nccl': it must be solo or cpu."),
         (("--change", "magic"), "quality.changes is 'magic': it must be one of paged, kernel"),
-        (("--weights", "/x"), "quality.weights is '/x': it must be left out where no model is"),
+        (("--weights", "/"), "quality.weights is '/': it must be left out where no model is"),
         (("--model", "gpt2", "--length", "4096"), "the positions of"),
     ],
 )
