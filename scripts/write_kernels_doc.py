@@ -17,9 +17,12 @@ ROWS = ROOT / "recorded" / "kernels"
 # What a row says of where it was measured; the rest is its case and its figures.
 PLACE = ("operation", "device", "driver", "torch", "triton", "cuda", "cudnn", "transformers")
 TABLE_CASE = ("head_dim", "heads", "kv_heads", "causal")
+# Told by length: a line per case, a column per length, and the mean of all ratios.
+BY_LENGTH = ("attention", "attention_flex")
 SHOWN_ERROR_CHARACTERS = 80
 # What a reader of an operation's figures has to know.
 TITLES = {
+    "attention_flex": "Attention beside FlexAttention",
     "attention_heads": "Attention with large heads",
     "adamw": "AdamW",
     "rms_norm": "RMS norm",
@@ -27,6 +30,8 @@ TITLES = {
     "swiglu": "SwiGLU",
 }
 NOTES = {
+    "attention_flex": "The portable kernel alone, on the grid above without its longest sequences; FlexAttention is "
+    "compiled for each shape.",
     "attention_masks": "`backend` is ours, the portable `triton` where none is named; `causal` is our own "
     "causal attention of the same shape, by default the `hopper` backend's (in rows that name no "
     "backend, the portable one's).",
@@ -146,7 +151,7 @@ def render(rows: Sequence[Row]) -> str:
         found = [row for row in rows if row["operation"] == operation]
         for place in dict.fromkeys(map(describe_place, found)):
             here = [row for row in found if describe_place(row) == place]
-            section = attention_section if operation == "attention" else other_section
+            section = attention_section if operation in BY_LENGTH else other_section
             lines += [f"\n## {title(operation)}\n\n{place}.\n", *section(here)]
             lines += beside_the_default(here, rows)
     return "\n".join(lines).rstrip() + "\n"
@@ -197,8 +202,15 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(fmean(map(math.log, values)))
 
 
+def note_on(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what a reader of these figures has to know, if anything."""
+    if note := NOTES.get(str(rows[0]["operation"])):
+        yield note + "\n"
+
+
 def attention_section(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a summary and one table for each direction: a line per case, a column per length."""
+    yield from note_on(rows)
     for direction in ("forward", "backward"):
         found = [row for row in rows if row.get("direction") == direction]
         if not found:
@@ -251,8 +263,7 @@ def errors_of(rows: Sequence[Row]) -> Iterator[str]:
 
 def other_section(rows: Sequence[Row]) -> Iterator[str]:
     """Yield one table for each set of columns, as the benchmark reported them."""
-    if note := NOTES.get(str(rows[0]["operation"])):
-        yield note + "\n"
+    yield from note_on(rows)
     good = [row for row in rows if "error" not in row]
     columns = [tuple(name for name in row if name not in PLACE) for row in good]
     for names in dict.fromkeys(columns):

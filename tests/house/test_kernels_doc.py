@@ -59,6 +59,14 @@ def test_attention_is_a_line_per_case_and_a_column_per_length(script: Any) -> No
     assert "NVIDIA H200, torch 2.11.0." in text
 
 
+def test_flex_attention_is_shown_by_length_too(script: Any) -> None:
+    named = {"operation": "attention_flex", "backend": "triton", "peer": "FlexAttention"}
+    text = script.render([attention_row(seq, 1.5, **named) for seq in (2048, 4096)])
+    assert "## Attention beside FlexAttention, measured" in text
+    assert "geometric mean of 2 ratios 1.500, worst 1.500" in text
+    assert "| causal | triton | FlexAttention | 600 / 400 (1.50) | 600 / 400 (1.50) |" in text
+
+
 def test_a_portable_window_is_also_compared_with_the_default(script: Any) -> None:
     place = {"device": "NVIDIA H200", "torch": "2.11.0", "direction": "backward", "seq": 32768}
     window = place | {"operation": "attention_masks", "mask": "window 4k", "head_dim": 128}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import pytest
 import torch
 
-from kernels.attention import bench, bench_heads
+from kernels.attention import bench, bench_flex, bench_heads
 from kernels.attention.dispatch import Direction
 
 CASE = bench.Case(head_dim=128, heads=16, kv_heads=16, causal=False, seq=8192)
@@ -23,6 +24,19 @@ def test_the_cases_are_those_of_the_bar() -> None:
     assert {case.batch * case.seq for case in cases} == {32768}
 
 
+def test_the_grid_beside_flex_attention_is_that_of_the_bar_without_its_longest() -> None:
+    grid = list(bench_flex.cases())
+    assert len(grid) == len(set(grid)) == 32
+    assert set(bench.cases()) - set(grid) == {c for c in bench.cases() if c.seq == 32768}
+
+
+def test_a_share_is_read_or_refused() -> None:
+    assert bench_flex.share_of("2/6") == (2, 6)
+    for refused in ("6/6", "1", "a/b", "-1/2", "1/0"):
+        with pytest.raises(argparse.ArgumentTypeError, match="it must be K/N with K below N"):
+            bench_flex.share_of(refused)
+
+
 def test_flops_by_hand() -> None:
     # B = 4, Hq = 16, S = 8192, D = 128: 4 * 4 * 16 * 8192^2 * 128 = 2.199e12, half if causal.
     assert CASE.forward_flops() == 2_199_023_255_552
@@ -31,7 +45,7 @@ def test_flops_by_hand() -> None:
 
 
 def test_rates_and_ratio_by_hand() -> None:
-    figures = bench.figures_of(CASE, Direction.BACKWARD, {"ours": 0.004, "torch": 0.003})
+    figures = bench.figures_of(CASE, Direction.BACKWARD, 0.004, 0.003)
     assert figures["ours_flop_s"] == 2.5 * 2_199_023_255_552 / 0.004
     assert figures["peer_flop_s"] == 2.5 * 2_199_023_255_552 / 0.003
     assert figures["ratio"] == 0.75
