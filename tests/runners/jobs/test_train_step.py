@@ -126,7 +126,11 @@ def test_two_ranks_report_both(tmp_path: Path, engine: str) -> None:
     assert measured["communication"]["reduce_scatter"]["bytes"] == 4 * PARAMETERS
     events = [json.loads(x) for x in (tmp_path / "run/events-rank1.jsonl").open()]
     names = [event.get("name") for event in events if event["event"] == "phase"]
-    assert names == ["build", "init", "first_step", "warmup", *["step"] * 3, "collect"]
+    before = ["build", "init", "first_step", "warmup"]
+    assert names == [*before, *["step"] * 3, "collect", "host_pace"]
+    # Each rank's own host.
+    assert all(pace["forward_us"] > 0 for pace in measured["host_pace"])
+    assert len(measured["host_pace"]) == 2
 
 
 @pytest.mark.parametrize("engine", ["peakmark", "fsdp2"])
