@@ -48,6 +48,14 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.fixture(autouse=True)
+def returned_memory() -> Iterator[None]:
+    """Give freed memory back to the GPU after each test: several processes may share it."""
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def device() -> str:
     """Where kernels run: a GPU, or the interpreter's CPU."""
