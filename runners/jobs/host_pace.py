@@ -30,6 +30,7 @@ class _Scale(nn.Module):
         self.weight = nn.Parameter(torch.ones(_ELEMENTS, device=device))
 
     def forward(self, values: Tensor) -> Tensor:
+        """Return `values` [elements] times the weight."""
         return values * self.weight
 
 
