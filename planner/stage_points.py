@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from planner.accuracy import DONE, AccuracyReport, accuracy_report
-from planner.errors import PlanError
 from planner.memory.ideal import ideal_bytes
 from planner.memory.overheads import TYPICAL_SEGMENT_SHARE
 from planner.memory.parallel import is_split
 from planner.memory.stages import step_memory
-from planner.obstacles import check_training
 from planner.payloads import step_payloads
 from planner.plan import Plan, parse_plan
 from planner.records import Kind, RecordedRow
-from planner.workload import Engine, Parallelism, TrainingWorkload, written_dict
+from planner.workload import Engine, TrainingWorkload, written_dict
 from planner.zero import named_parts, work_of
 
 # A model and workload is shown where that many choices of engine, stage and ranks were measured.
@@ -135,65 +133,3 @@ def work_title(plan: Plan) -> str:
         words.append(f"{workload.grad_accumulation} micro-batches")
     words += [f"{key.replace('_', ' ')} {value}" for key, value in written.items()]
     return f"{name}, {', '.join(words)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A peak at one number of ranks, and whether it was measured."""
-
-    size_bytes: int
-    is_measured: bool
-
-
-def peaks_by_ranks(
-    points: Sequence[Point], engine: Engine, stage: int, ranks: Sequence[int]
-) -> list[Cell | None]:
-    """Return the peak of one stage of an engine at each number of ranks: of one rank alone where it
-    was measured, else predicted; None where the engine cannot run it."""
-    measured = {
-        point.place[2]: point.measured_bytes
-        for point in points
-        if point.row.spec["world"] == "solo" and point.place[:2] == (ORDER[engine], stage)
-    }
-    found: list[Cell | None] = []
-    for number in ranks:
-        if number in measured:
-            found.append(Cell(size_bytes=measured[number], is_measured=True))
-        else:
-            found.append(_predicted_cell(points[0], engine, stage, number))
-    return found
-
-
-def measured_cells(groups: Mapping[str, Sequence[Point]], ranks: Sequence[int]) -> tuple[int, int]:
-    """Return how many cells of all tables of peaks one rank alone measured, and how many there are:
-    as many as `ranks` for every model with its workload, engine and stage that ran alone at all."""
-    alone = {
-        (title, point.place)
-        for title, points in groups.items()
-        for point in points
-        if point.row.spec["world"] == "solo"
-    }
-    lines = {(title, place[:2]) for title, place in alone}
-    return sum(place[2] in ranks for _, place in alone), len(lines) * len(ranks)
-
-
-def _predicted_cell(like: Point, engine: Engine, stage: int, ranks: int) -> Cell | None:
-    spread = replace(like.plan.parallelism, engine=engine, zero_stage=stage, world_size=ranks)
-    try:
-        check_training(like.plan.model, like.workload, spread)
-    except PlanError:
-        return None
-    memory = step_memory(like.plan.model, like.workload, spread, like.plan.hardware).worst
-    return Cell(size_bytes=memory.allocated_bytes, is_measured=False)
-
-
-def ideals_by_ranks(like: Point, stage: int, ranks: Sequence[int]) -> list[int]:
-    """Return the ideal of a stage at each number of ranks."""
-    plan = like.plan
-    found = []
-    for number in ranks:
-        spread = Parallelism(engine=Engine.PEAKMARK, zero_stage=stage, world_size=number)
-        size_bytes = ideal_bytes(plan.model, like.workload, spread, plan.hardware)
-        assert size_bytes is not None, "plans that split the model are not shown"
-        found.append(size_bytes)
-    return found

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from planner.accuracy import AccuracyReport
 from planner.calibration import Curve, bandwidth_lines
-from planner.memory.offload import host_ledger
-from planner.offload import host_step
+from planner.offloaded_runs import offloaded_lines
 from planner.plan import parse_plan
 from planner.real_ranks import RealRun, real_runs
 from planner.records import Kind, RecordedRow, read_file
 from planner.same_run import SameRunPair, geometric_mean, same_run_pairs
 from planner.saved_runs import alike_lines, saved_lines
-from planner.stage_points import (
+from planner.stage_cells import (
     Cell,
-    Point,
+    Known,
+    PeakLine,
+    count_cells,
     ideals_by_ranks,
-    measured_cells,
-    peaks_by_ranks,
-    stage_points,
-    work_title,
+    out_of_memory_places,
+    peak_lines,
 )
+from planner.stage_points import Point, stage_points, work_title
 from planner.units import GIB_BYTES, MIB_BYTES, format_count
-from planner.workload import Engine, TrainingWorkload
+from planner.workload import Engine
 from planner.zero import work_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +77,8 @@ WHY_HIGHER = """: no tensor more, but
 """
 HOW_PEAKS = """
 Peak by stage and number of ranks: **measured**, one rank alone; in brackets predicted, where nothing was.
+"Too much" is a predicted peak that does not fit into the GPU with what is beside it, "out of memory" one
+that was tried and did not.
 """
 HOW_OFFLOADED = """
 `offload_optimizer` keeps and steps the optimizer in host memory. **here** is the device's peak, **kept** that of the
@@ -121,9 +124,14 @@ def gather(root: Path, report: AccuracyReport | None = None) -> dict[str, list[P
 def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -> str:
     """Return the document; the same rows always give the same text."""
     pairs = same_run_pairs((row.spec, row.measured) for row in rows)
-    parts = [HEAD.rstrip("\n"), *_summary(groups, pairs)]
+    failed = out_of_memory_places(rows)
+    peaks = {
+        title: peak_lines(points, WORLD_SIZES, failed.get(title, ()))
+        for title, points in groups.items()
+    }
+    parts = [HEAD.rstrip("\n"), *_summary(groups, peaks, pairs)]
     for title, points in groups.items():
-        parts += _group(title, points, pairs)
+        parts += _group(title, points, peaks[title], pairs)
     parts += _timed(pairs)
     parts += _real(real_runs(rows))
     parts += _bandwidth(rows)
@@ -134,13 +142,15 @@ def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -
     return "\n".join(parts) + "\n"
 
 
-def _summary(groups: Mapping[str, Sequence[Point]], timed: Sequence[SameRunPair]) -> Iterator[str]:
+def _summary(
+    groups: Mapping[str, Sequence[Point]],
+    peaks: Mapping[str, Sequence[PeakLine]],
+    timed: Sequence[SameRunPair],
+) -> Iterator[str]:
     points = [point for found in groups.values() for point in found]
     yield "\n## In short\n"
-    told = "{} of {} cells of their tables of peaks are measured".format(
-        *measured_cells(groups, WORLD_SIZES)
-    )
-    yield f"Measured steps: {len(points)}. Models with their workloads: {len(groups)}; {told}.\n"
+    yield f"Measured steps: {len(points)}. Models with their workloads: {len(groups)}."
+    yield f"{_cells_in_short(count_cells(peaks))}\n"
     counted = [point for point in points if point.counted or not point.formula()]
     equal = sum(point.counted == point.formula() for point in counted)
     early = len(points) - len(counted)
@@ -160,6 +170,23 @@ def _summary(groups: Mapping[str, Sequence[Point]], timed: Sequence[SameRunPair]
             yield WHY_ABOVE.lstrip("\n")
     yield from _against_peers(groups)
     yield from _timed_in_short(timed)
+
+
+def _cells_in_short(counts: Mapping[Known, int]) -> str:
+    failed, too_much = counts[Known.OUT_OF_MEMORY], counts[Known.DOES_NOT_FIT]
+    left = [
+        f"{number} {words}"
+        for number, words in (
+            (failed, "ran out of memory"),
+            (too_much, "do not fit into the GPU (predicted)"),
+            (counts[Known.PREDICTED], "would fit and are not measured"),
+        )
+        if number
+    ]
+    return (
+        f"Of {sum(counts.values())} cells of their tables of peaks {counts[Known.MEASURED]} are "
+        f"measured; {', '.join(left) or 'none is left'}."
+    )
 
 
 def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
@@ -221,11 +248,16 @@ def _time_ratio(peer: Point, timed: Sequence[SameRunPair]) -> float | None:
     return 1 / found[-1].ratio if found and peer.row.spec["world"] == "solo" else None
 
 
-def _group(title: str, points: Sequence[Point], timed: Sequence[SameRunPair]) -> Iterator[str]:
+def _group(
+    title: str,
+    points: Sequence[Point],
+    peaks: Sequence[PeakLine],
+    timed: Sequence[SameRunPair],
+) -> Iterator[str]:
     model = points[0].plan.model
     yield f"\n## {title}\n"
     yield f"{format_count(model.parameters)} parameters, {model.num_layers} layers.\n"
-    yield from _peaks(points)
+    yield from _peaks(points, peaks)
     yield (
         "\n| engine | stage | N | measured | predicted | error | after step | ideal | above "
         "| parameters | gradients | states | gathered | activations | logits | rest | sent |"
@@ -236,25 +268,28 @@ def _group(title: str, points: Sequence[Point], timed: Sequence[SameRunPair]) ->
     yield from _side_by_side(points, timed)
 
 
-def _peaks(points: Sequence[Point]) -> Iterator[str]:
+def _peaks(points: Sequence[Point], lines: Sequence[PeakLine]) -> Iterator[str]:
     """Tabulate peaks by number of ranks: the ideal of each stage, then its engines."""
     yield HOW_PEAKS.lstrip("\n")
     yield f"| stage | engine | {' | '.join(f'{number:,}' for number in WORLD_SIZES)} |"
     yield "|--:|---|" + "--:|" * len(WORLD_SIZES)
-    engines = [e for e in Engine if any(p.plan.parallelism.engine is e for p in points)]
-    for stage in sorted({point.place[1] for point in points}):
+    for stage, found in groupby(lines, key=lambda line: line.stage):
         sizes = ideals_by_ranks(points[0], stage, WORLD_SIZES)
         yield f"| {stage} | ideal | {' | '.join(map(_gib, sizes))} |"
-        for engine in engines:
-            cells = peaks_by_ranks(points, engine, stage, WORLD_SIZES)
-            if any(cells):
-                yield f"| {stage} | {engine} | {' | '.join(map(_cell, cells))} |"
+        for line in found:
+            yield f"| {stage} | {line.engine} | {' | '.join(map(_cell, line.cells))} |"
 
 
 def _cell(cell: Cell | None) -> str:
     if cell is None:
         return "-"
-    return f"**{_gib(cell.size_bytes)}**" if cell.is_measured else f"({_gib(cell.size_bytes)})"
+    size = _gib(cell.size_bytes)
+    return {
+        Known.MEASURED: f"**{size}**",
+        Known.OUT_OF_MEMORY: f"**out of memory** ({size})",
+        Known.DOES_NOT_FIT: f"too much ({size})",
+        Known.PREDICTED: f"({size})",
+    }[cell.known]
 
 
 def _line(point: Point) -> str:
@@ -425,47 +460,11 @@ def _plain_table(lines: Sequence[Mapping[str, str]]) -> Iterator[str]:
 
 def _offloaded(rows: Sequence[RecordedRow]) -> Iterator[str]:
     """Tabulate runs whose optimizer was in host memory beside the same plans with it on the device."""
-    steps = [r for r in rows if r.spec.get("plan") and r.measured.get("allocated_bytes")]
-    found = [row for row in steps if row.spec["plan"]["workload"].get("offload_optimizer")]
-    if not found:
-        return
-    newest = {(*_place(row.spec["plan"]), row.spec["world"]): row for row in steps}
-    yield "\n## The optimizer in host memory"
-    yield HOW_OFFLOADED
-    yield (
-        "| plan | stage | N | here | kept | host | predicted | step ms | kept: step ms | adds ms |"
-    )
-    yield "|---|--:|--:|" + "--:|" * 7
-    for row in found:
-        plan = row.spec["plan"]
-        workload = {k: v for k, v in plan["workload"].items() if k != "offload_optimizer"}
-        kept = {**plan, "workload": workload}
-        yield _offloaded_line(row, newest.get((*_place(kept), row.spec["world"])))
-
-
-def _place(plan: Mapping[str, Any]) -> tuple[str, str]:
-    work, spread = work_of(plan)
-    return work, str(spread)
-
-
-def _offloaded_line(row: RecordedRow, kept: RecordedRow | None) -> str:
-    plan, seen = parse_plan(row.spec["plan"]), row.measured
-    spread, workload = plan.parallelism, plan.workload
-    assert isinstance(workload, TrainingWorkload)
-    ledger = host_ledger(plan.model, workload, spread)
-    adds_s = float(host_step(plan.model, workload, spread.world_size, plan.hardware).time_s)
-    other = {} if kept is None else kept.measured
-    cells = (
-        *(work_title(plan), str(spread.zero_stage), f"{spread.world_size:,}"),
-        _gib(seen["allocated_bytes"]),
-        _gib(other["allocated_bytes"]) if other else "-",
-        _gib(seen["state"]["host_bytes"]),
-        _gib(sum(entry.size_bytes for entry in ledger)),
-        f"{1000 * seen['step_time_s']:.1f}",
-        f"{1000 * other['step_time_s']:.1f}" if other else "-",
-        f"{1000 * adds_s:.1f}",
-    )
-    return f"| {' | '.join(cells)} |"
+    lines = offloaded_lines((row.spec, row.measured) for row in rows)
+    if lines:
+        yield "\n## The optimizer in host memory"
+        yield HOW_OFFLOADED.rstrip("\n")
+        yield from _plain_table(lines)
 
 
 def _deepspeed(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:

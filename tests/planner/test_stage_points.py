@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from planner.plan import parse_plan
+from planner.plan import Plan, parse_plan
 from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
-from planner.stage_points import (
-    FEWEST_POINTS,
+from planner.stage_cells import (
+    Known,
+    count_cells,
     ideals_by_ranks,
-    measured_cells,
+    out_of_memory_places,
+    peak_lines,
     peaks_by_ranks,
-    stage_points,
 )
+from planner.stage_points import FEWEST_POINTS, stage_points
 from planner.workload import Engine
 
 GIB = 2**30
@@ -33,14 +36,16 @@ def plan(ranks: int, stage: int = 3, engine: str = "peakmark") -> dict[str, Any]
     }
 
 
-def row(minute: int, ranks: int, world: str = "solo", **spread: Any) -> RecordedRow:
+def row(
+    minute: int, ranks: int, world: str = "solo", outcome: str = "done", **spread: Any
+) -> RecordedRow:
     return RecordedRow(
         id=f"{minute:016}",
         kind=Kind.TRAIN_STEP,
         recorded_at=datetime(2026, 1, 1, 0, minute, tzinfo=UTC),
         role=Role.EVIDENCE,
         spec={"kind": "train_step", "world": world, "plan": plan(ranks, **spread)},
-        outcome="done",
+        outcome=outcome,
         measured={"allocated_bytes": (minute + 1) * GIB, "communication": {}},
         environment={"versions": {"transformers": "5.17.0"}},
     )
@@ -54,15 +59,22 @@ def test_a_peak_is_measured_alone_else_predicted_else_missing() -> None:
     # The newest row of each choice: of 8 ranks that of minute 6.
     assert len(points) == FEWEST_POINTS
     found = peaks_by_ranks(points, Engine.PEAKMARK, 3, (2, 8, 512))
-    assert [cell and cell.is_measured for cell in found] == [True, True, False]
+    assert [cell and cell.known for cell in found] == [
+        *(Known.MEASURED, Known.MEASURED, Known.PREDICTED)
+    ]
     assert [cell and cell.size_bytes for cell in found[:2]] == [2 * GIB, 7 * GIB]
     expected = predict(parse_plan(plan(512))).to_dict()["memory"]["allocated_bytes"]
     assert found[2] is not None
     assert found[2].size_bytes == pytest.approx(expected, rel=1e-3)
     assert peaks_by_ranks(points, Engine.DDP, 0, (2,)) == [None]  # it has no fp32 master
     assert peaks_by_ranks(points, Engine.PEAKMARK, 2, (2,))[0] is not None
-    # Ours at 2 and 8 of three, FSDP2's stage 2 at 2: real ranks and other numbers are no cells.
-    assert measured_cells({title: points}, (2, 8, 512)) == (3, 6)
+    # Ours at 2 and 8 of three, FSDP2's stage 2 at 2: real ranks and other numbers are no cells, and
+    # neither engine's other stage was measured at all.
+    lines = peak_lines(points, (2, 8, 512))
+    assert [(line.engine, line.stage) for line in lines] == [
+        *((Engine.PEAKMARK, 2), (Engine.FSDP2, 2), (Engine.PEAKMARK, 3), (Engine.FSDP2, 3))
+    ]
+    assert count_cells({title: lines}) == {Known.MEASURED: 3, Known.PREDICTED: 9}
 
 
 def test_the_ideal_of_stage_0_does_not_depend_on_ranks_and_that_of_3_shrinks() -> None:
@@ -73,3 +85,23 @@ def test_the_ideal_of_stage_0_does_not_depend_on_ranks_and_that_of_3_shrinks() -
     one, eight = ideals_by_ranks(points[0], 3, (1, 8))
     # fp32 master and two moments of 494,032,768 parameters, of which seven eighths go.
     assert one - eight == pytest.approx(12 * 494_032_768 * 7 / 8, rel=0.1)
+
+
+def test_a_cell_that_cannot_be_measured_says_why() -> None:
+    rows = [row(i, ranks) for i, ranks in enumerate((1, 2, 4, 8, 16, 32))]
+    rows.append(row(7, 64, outcome="oom_device"))
+    rows.append(row(8, 2, world="nccl", outcome="oom_device"))
+    [(title, points)] = stage_points(rows).items()
+    failed = out_of_memory_places(rows)
+    assert failed == {title: {(0, 3, 64)}}
+    [cell] = peaks_by_ranks(points, Engine.PEAKMARK, 3, (64,), failed[title])
+    assert cell is not None and cell.known is Known.OUT_OF_MEMORY
+    # A GPU of 6 GB: 16 bytes of each of 494 million parameters are 7.9 GB on one rank, 0.1 on 64.
+    small = [replace(point, plan=smaller(point.plan)) for point in points]
+    [zero, three] = [peaks_by_ranks(small, Engine.PEAKMARK, stage, (64,))[0] for stage in (0, 3)]
+    assert zero is not None and zero.known is Known.DOES_NOT_FIT
+    assert three is not None and three.known is Known.PREDICTED
+
+
+def smaller(plan: Plan) -> Plan:
+    return replace(plan, hardware=replace(plan.hardware, visible_bytes=6 * 10**9))

@@ -1,0 +1,60 @@
+"""What is told of runs whose optimizer was in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.offloaded_runs import offloaded_lines
+from planner.zero import work_of
+
+GIB = 2**30
+
+
+def spec(world: str = "solo", ranks: int = 8, **workload: Any) -> dict[str, Any]:
+    return {
+        "kind": "train_step",
+        "world": world,
+        "plan": {
+            "schema": 1,
+            "job": "train",
+            "model": {"preset": "Qwen/Qwen2.5-0.5B"},
+            "workload": {"sequence_length": 1024, "precision": "mixed", **workload},
+            "parallelism": {"engine": "peakmark", "zero_stage": 3, "world_size": ranks},
+            "hardware": {"preset": "h200-sxm5-141gb"},
+        },
+    }
+
+
+def measured(gib: float, step_s: float) -> dict[str, Any]:
+    state = {"host_bytes": 3 * GIB}
+    return {"allocated_bytes": round(gib * GIB), "step_time_s": step_s, "state": state}
+
+
+OFFLOADED = spec(offload_optimizer=True)
+
+
+def test_a_run_stands_beside_the_newest_of_its_plan_that_kept_the_optimizer() -> None:
+    seen = [
+        (spec(), measured(7, 0.2)),
+        (spec(), measured(6, 0.1)),
+        (spec(world="nccl"), measured(9, 0.9)),
+        (spec(ranks=2), measured(9, 0.9)),
+        (OFFLOADED, measured(4, 0.25)),
+    ]
+    [line] = offloaded_lines(seen)
+    assert line["plan"].startswith("Qwen2.5-0.5B, 1 x 1,024 tokens, mixed")
+    assert "offload" not in line["plan"]
+    assert (line["stage"], line["N"]) == ("3", "8")
+    assert (line["here"], line["kept"], line["host"]) == ("4.00", "6.00", "3.00")
+    assert (line["step ms"], line["kept: step ms"]) == ("250.0", "100.0")
+    # 12 bytes of an eighth of 494 million parameters are 0.69 GiB, beside the buffers.
+    assert float(line["predicted"]) == pytest.approx(1.0, abs=0.3)
+
+
+def test_other_work_is_left_out_and_a_plan_never_run_otherwise_says_so() -> None:
+    seen = [(OFFLOADED, measured(4, 0.25))]
+    own = work_of(spec()["plan"])[0]
+    assert [line["kept"] for line in offloaded_lines(seen, own)] == ["-"]
+    assert offloaded_lines(seen, work_of(spec(micro_batch=2)["plan"])[0]) == []
