@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.proof import check_provable, choose_world
@@ -10,7 +10,7 @@ from planner.attached import attached_gpus
 from planner.errors import PlanError
 from planner.limit_run import LimitRun, parse_limit
 from planner.plan import Plan
-from planner.reach import Reach
+from planner.reach import Reach, largest_that_runs
 
 
 def limit_world(plan: Plan, world: str | None) -> str:
@@ -30,17 +30,18 @@ def limit_world(plan: Plan, world: str | None) -> str:
 
 
 def limit_spec(plan: Plan, reach: Reach, world: str, deadline_s: float = 3600.0) -> dict[str, Any]:
-    """Return the job spec that looks for a limit by short runs, beginning at the predicted one.
+    """Return the job spec that looks for a limit by short runs, beginning at the predicted edge.
 
     Raises PlanError where it cannot be looked for.
     """
-    asked: Mapping[str, Any] = LimitRun(name=reach.name, predicted=reach.value).to_dict()
-    parse_limit(asked, plan, world)
+    run = LimitRun(name=reach.name, predicted=reach.value)
+    parse_limit(run.to_dict(), plan, world)
+    asked = replace(run, edge=largest_that_runs(plan, reach.name, reach.value)).to_dict()
     return {
         "schema": 1,
         "kind": "limit",
         "world": world,
         "plan": plan.to_dict(),
-        "limit": dict(asked),
+        "limit": asked,
         "deadline_s": deadline_s,
     }

@@ -22,12 +22,14 @@ WORLDS = ("nccl", "solo")
 class LimitRun:
     """The field of a plan (one of `REACHES`) whose limit is looked for, in at most `max_runs` runs.
 
-    `predicted` is the largest value with the verdict "fits", at which the search begins; None where
-    not even the smallest is predicted to fit.
+    `predicted` is the largest value with the verdict "fits", `edge` the largest that is predicted to
+    run at all, with no room to spare (`planner.reach.largest_that_runs`): the search begins there. None
+    where not even the smallest is predicted to; without an edge the search begins at `predicted`.
     """
 
     name: str
     predicted: int | None
+    edge: int | None = None
     max_runs: int = MAX_RUNS
 
     @property
@@ -43,7 +45,7 @@ class LimitRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, as a job spec holds it."""
-        return {"name": self.name, "predicted": self.predicted, "max_runs": self.max_runs}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +79,12 @@ def parse_limit(given: object, plan: Plan, world: str) -> LimitRun:
             f"world is '{world}': what fits a GPU is proven on one, in the world nccl or solo."
         )
         raise PlanError("world", world, "nccl or solo", sentence=sentence)
-    if predicted is not None:
-        check_integer("limit.predicted", predicted, 1, MAX_TOKENS_PER_SEQUENCE)
+    edge = values.get("edge")
+    for field, value in (("limit.predicted", predicted), ("limit.edge", edge)):
+        if value is not None:
+            check_integer(field, value, 1, MAX_TOKENS_PER_SEQUENCE)
     runs = check_integer("limit.max_runs", values.get("max_runs", MAX_RUNS), 1, 64)
-    return LimitRun(name=str(name), predicted=predicted, max_runs=runs)
+    return LimitRun(name=str(name), predicted=predicted, edge=edge, max_runs=runs)
 
 
 def bracket(trials: Sequence[Trial]) -> tuple[int, int | None]:
@@ -93,14 +97,15 @@ def bracket(trials: Sequence[Trial]) -> tuple[int, int | None]:
 def next_value(run: LimitRun, trials: Sequence[Trial]) -> int | None:
     """Return the value to try next; None where the limit is known or no more runs are allowed.
 
-    Begins at the prediction, doubles the way from there until runs of both outcomes are seen, then
-    halves between them. The limit is known where the next value ran out of memory, or is none.
+    Begins at the predicted edge, doubles the way from there until runs of both outcomes are seen, then
+    halves between them: two runs where the prediction is right. The limit is known where the next value
+    ran out of memory, or is none.
     """
     step, most = run.step, run.most
     if len(trials) >= run.max_runs:
         return None
     if not trials:
-        return min(max(step, (run.predicted or 0) // step * step), most)
+        return min(max(step, (run.edge or run.predicted or 0) // step * step), most)
     low, high = bracket(trials)
     way = (2 ** (len(trials) - 1)) * step
     if high is None:
@@ -161,9 +166,17 @@ def _predicted_words(found: Mapping[str, Any]) -> str:
     unit, predicted = WORDS[found["name"]][1], found["predicted"]
     if predicted is None:
         return "Predicted: none fits."
-    sentence = f"Predicted with the verdict 'fits': {predicted:,}{unit}"
-    proven = found["proven"]
-    if not proven or proven == predicted:
+    sentence = f"Predicted with the verdict 'fits': {_beside(predicted, unit, found['proven'])}"
+    edge = found.get("edge")
+    if edge is None or edge == predicted:
         return f"{sentence}."
-    percent = 100 * (predicted / proven - 1)
-    return f"{sentence}, {abs(percent):.1f} % {'above' if percent > 0 else 'below'} it."
+    return f"{sentence}; to run with no room to spare: {_beside(edge, unit, found['proven'])}."
+
+
+def _beside(value: int, unit: str, proven: int | None) -> str:
+    """Return a predicted value, and how far it is from the proven one."""
+    if not proven:
+        return f"{value:,}{unit}"
+    percent = 100 * (value / proven - 1)
+    place = f"{abs(percent):.1f} % {'above' if percent > 0 else 'below'} it"
+    return f"{value:,}{unit}, {'as proven' if value == proven else place}"

@@ -96,6 +96,32 @@ def largest_that_fits(plan: Plan, name: str) -> Reach:
     )
 
 
+def largest_that_runs(plan: Plan, name: str, near: int | None) -> int | None:
+    """Return the largest value of one of `REACHES` predicted to run with no room to spare, looked for from `near`.
+
+    The replay ends where the GPU's memory does, and gives cached segments back before that, as the
+    allocator does. None where not even the smallest runs.
+    """
+    step, most = STEPS[name]
+    capacity_bytes = plan.hardware.visible_bytes
+
+    def needs(number: int) -> int | None:
+        found = _predicted(plan, name, number * step)
+        return int(found.memory["device_bytes"]) if isinstance(found, Prediction) else None
+
+    def runs(number: int) -> bool:
+        needed_bytes = needs(number)
+        return needed_bytes is not None and needed_bytes <= capacity_bytes
+
+    guess = (near or 0) // step
+    half_bytes, near_bytes = needs(guess // 2) if guess > 1 else None, needs(guess)
+    if half_bytes and near_bytes and near_bytes > half_bytes:
+        # On a line, as few depths as can be are looked at: each has a template of its own.
+        slope_bytes = (near_bytes - half_bytes) / (guess - guess // 2)
+        guess = min(guess + max(0, int((capacity_bytes - near_bytes) / slope_bytes)), most // step)
+    return largest_near(runs, guess, most // step) * step or None
+
+
 def _depth_on_a_line(plan: Plan, device_bytes: int, share: float) -> int:
     """Return about how many layers fit, if each took what those beyond the model's own take.
 

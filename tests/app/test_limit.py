@@ -17,7 +17,7 @@ from planner.attached import AttachedGpus
 from planner.errors import PlanError
 from planner.limit_run import LimitRun, Trial, limit_of, parse_limit
 from planner.plan import default_plan
-from planner.reach import Reach
+from planner.reach import Reach, largest_that_runs
 from planner.units import GIB_BYTES
 from runners.contract import JobSpec
 
@@ -35,7 +35,7 @@ def trial(value: int, outcome: str, predicted: int, seen: int | None) -> Trial:
 
 
 LIMIT = limit_of(
-    LimitRun(name="micro_batch", predicted=4),
+    LimitRun(name="micro_batch", predicted=4, edge=5),
     [trial(4, "done", 120, 118), trial(5, "done", 136, 135), trial(6, "oom_device", 152, None)],
 )
 
@@ -62,7 +62,7 @@ def test_the_run_page_says_what_was_proven() -> None:
     assert not app.exception
     assert app.markdown[0].value == (
         "#### The largest micro-batch that fits is 5, 6 ran out of memory (proven by 3 short runs). "
-        "Predicted with the verdict 'fits': 4, 20.0 % below it."
+        "Predicted with the verdict 'fits': 4, 20.0 % below it; to run with no room to spare: 5, as proven."
     )
 
 
@@ -92,7 +92,9 @@ def test_with_a_gpu_the_search_is_a_job_that_the_worker_reads(
     world = limit_world(plan, None)
     spec = JobSpec.from_dict(limit_spec(plan, reach, world))
     assert (spec.world, spec.kind) == ("solo", "limit")
-    assert parse_limit(spec.limit, plan, spec.world).predicted == 7
+    asked = parse_limit(spec.limit, plan, spec.world)
+    assert asked.predicted == 7
+    assert asked.edge == largest_that_runs(plan, "micro_batch", None)
     with pytest.raises(PlanError, match="in the world nccl or solo"):
         limit_spec(plan, reach, "shared")
 

@@ -47,6 +47,25 @@ def test_a_prediction_that_is_right_takes_two_runs() -> None:
     assert [one.value for one in searched(run, 11)] == [11, 12]
 
 
+def test_the_search_begins_at_the_predicted_edge() -> None:
+    """40,448 tokens have the verdict "fits", 41,344 are predicted to run with no room to spare."""
+    run = LimitRun(name="sequence_length", predicted=40_448, edge=41_344)
+    trials = searched(run, 41_344)
+    assert [one.value for one in trials] == [41_344, 41_472]
+    assert limit_sentence(limit_of(run, trials)) == (
+        "The largest sequence that fits is 41,344 tokens, 41,472 ran out of memory (proven by 2 short "
+        "runs). Predicted with the verdict 'fits': 40,448 tokens, 2.2 % below it; to run with no room "
+        "to spare: 41,344 tokens, as proven."
+    )
+
+
+def test_a_limit_recorded_before_there_was_an_edge_is_still_said() -> None:
+    run = LimitRun(name="micro_batch", predicted=9)
+    found = limit_of(run, searched(run, 9))
+    del found["edge"]
+    assert limit_sentence(found).endswith("Predicted with the verdict 'fits': 9, as proven.")
+
+
 def test_the_way_doubles_from_the_prediction_and_is_halved_back() -> None:
     """128 tokens are the step: 40,960 + 1, 3 and 7 steps ran, + 15 did not; then 11, 9 and 10."""
     run = LimitRun(name="sequence_length", predicted=40_960)
@@ -97,6 +116,7 @@ def test_a_value_that_cannot_be_planned_ends_the_way_up() -> None:
         ({"name": "heads"}, "solo", "limit.name is 'heads': it must be one of micro_batch"),
         ({"name": "micro_batch"}, "cpu", "world is 'cpu': what fits a GPU is proven on one"),
         ({"name": "micro_batch", "predicted": -1}, "solo", "limit.predicted is -1"),
+        ({"name": "micro_batch", "edge": 0}, "solo", "limit.edge is 0"),
         ({"name": "micro_batch", "max_runs": 0}, "nccl", "limit.max_runs is 0"),
     ],
 )

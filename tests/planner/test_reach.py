@@ -9,7 +9,13 @@ import pytest
 from planner.errors import PlanError
 from planner.plan import Plan, parse_plan
 from planner.predict import predict
-from planner.reach import TOKENS_STEP, bisect_largest, largest_near, largest_that_fits
+from planner.reach import (
+    TOKENS_STEP,
+    bisect_largest,
+    largest_near,
+    largest_that_fits,
+    largest_that_runs,
+)
 from planner.verdict import State
 
 
@@ -46,6 +52,29 @@ def test_the_next_one_does_not_fit(name: str, part: str, step: int) -> None:
     assert at(found.value + step).verdict.state is not State.FITS
     assert found.stopped_by == at(found.value + step).verdict.sentence
     assert f"{found.value:,}" in found.sentence()
+
+
+@pytest.mark.parametrize("near", [None, 3, 1000])
+def test_what_runs_at_all_goes_to_the_end_of_memory(near: int | None) -> None:
+    plan = plan_of(
+        model="qwen2.5-0.5b", workload={"sequence_length": 4096, "checkpointing": "none"}
+    )
+    found = largest_that_runs(plan, "micro_batch", near)
+    assert found is not None
+
+    def device_bytes(rows: int) -> int:
+        workload = {**plan.to_dict()["workload"], "micro_batch": rows}
+        return int(
+            predict(parse_plan({**plan.to_dict(), "workload": workload})).memory["device_bytes"]
+        )
+
+    assert device_bytes(found) <= plan.hardware.visible_bytes < device_bytes(found + 1)
+    assert found >= (largest_that_fits(plan, "micro_batch").value or 0)
+
+
+def test_nothing_may_run() -> None:
+    plan = plan_of(model="llama-3.1-70b", parallelism={"world_size": 1})
+    assert largest_that_runs(plan, "micro_batch", None) is None
 
 
 def test_the_largest_model_is_in_layers_and_parameters() -> None:
