@@ -12,6 +12,10 @@ from app.plan_words import checkpointing_words, split_words, variant_words
 
 # These pages begin with a headline of their own.
 UNTITLED_PAGES = ("Plan", "Run")
+# These have a line of their own for the workload, which is not the plan's where that trains.
+MODEL_PAGES = ("Serving",)
+# These are about something else: the plan stands beside it, as what other pages go on with.
+OTHER_PAGES = ("Claims", "Runs", "Experiments", "Accuracy", "Hardware")
 # These carry the plan in their own address.
 PLAN_PAGES = ("Ledger", "Sweep", "Compare", "ZeRO", "Attention", "Claims")
 
@@ -28,12 +32,22 @@ def unit() -> str:
     return "GB" if current_values()["unit"] == "GB" else "GiB"
 
 
-def header_line(values: Mapping[str, Any]) -> str:
-    """Return the plan in one line."""
+def header_line(values: Mapping[str, Any], page_title: str = "") -> str:
+    """Return the plan in one line; its model and GPU alone on pages that say the rest themselves."""
+    if page_title in MODEL_PAGES:
+        return " · ".join([model_name(values), _hardware(values)])
     rare = []
     if values["job"] == "train" and values["checkpointing"] != "none":
         rare.append(f"checkpointing {checkpointing_words(values)}")
     return " · ".join([model_name(values), *_workload(values), *rare, _hardware(values)])
+
+
+def headline(values: Mapping[str, Any], page_title: str) -> str:
+    """Return a page's first line in Markdown: the plan it is about, or quietly the plan beside it."""
+    if page_title == "Run":
+        return ""  # A run's page is about the run's plan, which it names itself.
+    line = header_line(values, page_title)
+    return f":gray[Your plan: {line}]" if page_title in OTHER_PAGES else f"**{line}**"
 
 
 def model_name(values: Mapping[str, Any]) -> str:
@@ -92,9 +106,7 @@ def show_header(page_title: str, show_beside: Callable[[str], None]) -> None:
     if page_title not in UNTITLED_PAGES:
         st.markdown(f"## {page_title}")
     with st.container(horizontal=True, vertical_alignment="center", key="header"):
-        # A run's page is about the run's plan, which it names itself.
-        line = "" if page_title == "Run" else f"**{header_line(current_values())}**"
-        st.markdown(line, width="stretch")
+        st.markdown(headline(current_values(), page_title), width="stretch")
         if page_title != "Plan":
             st.page_link(
                 "app_pages/plan.py",
