@@ -154,9 +154,16 @@ def capacity_lines(point: ServingPoint) -> dict[str, list[tuple[int, int]]]:
 
 @st.cache_data(max_entries=32, show_spinner=False, hash_funcs={ServingPoint: hash})
 def engines_of(point: ServingPoint) -> list[Capacity]:
-    """Return what each engine's rule leaves for the cache, in requests at their end."""
+    """Return what each engine's rule leaves for the cache, in requests at their end.
+
+    Ours has graphs for as many as fit half way through their answers, as `answer` counts them.
+    """
     length = point.prompt_tokens + point.new_tokens
-    return [capacity_of(point, engine, length=length) for engine in ServingEngine]
+    rows = max(1, capacity_of(point).max_sequences)
+    return [
+        capacity_of(point, one, length=length, rows=rows if one is ServingEngine.PEAKMARK else None)
+        for one in ServingEngine
+    ]
 
 
 def engine_table(found: Sequence[Capacity]) -> list[dict[str, Any]]:

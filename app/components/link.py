@@ -23,7 +23,8 @@ def link_once() -> dict[str, str]:
 
 def tell_refused(query: Mapping[str, str]) -> None:
     """Name the parameters whose widget holds another value than the link asked for."""
-    widgets = cast("Mapping[str, Any]", st.session_state)
+    # A page without the plan's form has no widgets of it: there the parameter itself is read.
+    widgets = {**state.values_from({}, query), **cast("Mapping[str, Any]", st.session_state)}
     for key, text, value in refused(query, widgets):
         given = describe_value(text).replace("`", "'")
         st.warning(

@@ -17,6 +17,7 @@ from app.components.serving_form import choose_point, choose_trace, link_of
 from app.components.serving_run import show_serving_run
 from app.components.serving_trace import show_compared, show_trace
 from app.serving_rows import MEASURES, TraceChoice
+from planner.errors import PlanError
 from planner.plan import Plan, parse_model
 from planner.serving_levers import ServingAnswer, ServingPoint
 from planner.units import format_count, format_seconds
@@ -40,9 +41,18 @@ def show_serving_page() -> None:
             st.page_link("app_pages/plan.py", label="To the plan", icon=":material/straighten:")
             return
         plan = services.check_plan(served_document(document))
+        _tell_refused_training(document)
         st.caption(WHAT_IT_IS)
         point = choose_point(plan)
         _served(plan, point)
+
+
+def _tell_refused_training(document: dict[str, Any]) -> None:
+    """Say what is wrong with a plan that trains: only its model and GPU are used here."""
+    try:
+        services.check_plan(document)
+    except PlanError as problem:
+        st.warning(f"{problem} This page takes only the plan's model and GPU.")
 
 
 def served_document(document: dict[str, Any]) -> dict[str, Any]:
@@ -190,8 +200,9 @@ def _engines(point: ServingPoint) -> None:
     notes = dict.fromkeys(note for one in found for note in one.notes)
     st.caption(
         f"Predicted, on each GPU, for requests of {found[0].length:,} tokens (prompt and whole answer), in pages "
-        f"of {found[0].page_tokens} tokens here and of {found[-1].page_tokens} in vLLM. A release of vLLM stands "
-        f"for those until the next one named. {' '.join(notes)}"
+        f"of {found[0].page_tokens} tokens here and of {found[-1].page_tokens} in vLLM. Graphs here are for as "
+        "many as fit half way through their answers. A release of vLLM stands for those until the next one "
+        f"named. {' '.join(notes)}"
     )
 
 

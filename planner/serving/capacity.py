@@ -186,8 +186,8 @@ def _notes(spec: ModelSpec, engine: ServingEngine, tensor_parallel: int) -> tupl
     notes = []
     if engine is not ServingEngine.PEAKMARK:
         notes.append(
-            f"{engine}: utilization x visible - weights - {_VLLM_LOGITS[engine]:g} x 1,024 rows of fp32 "
-            "logits - memory outside torch; its CUDA graphs come on top until release 0.20."
+            f"{engine}: utilization × visible, less weights, {_VLLM_LOGITS[engine]:g} × 1,024 rows of fp32 "
+            "logits and memory outside torch; its CUDA graphs come on top until release 0.20."
         )
         if spec.num_sliding_layers and spec.num_sliding_layers < spec.num_layers:
             notes.append(
