@@ -6,7 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import services
+from app import measured, services
 from app.plan_links import document_of, unpacked
 from planner.difference import ComparedPlan, compare_plan
 from planner.errors import PlanError, describe_value
@@ -45,7 +45,7 @@ def _from_hub(hub_id: str) -> tuple[dict[str, Any], str | None]:
 
 def run_plan(run_id: str | None, row_id: str | None) -> dict[str, Any]:
     """Return the plan of a run or of a stored measurement; raises PlanError where it has none."""
-    found = services.run_detail(run_id) if run_id else services.measurement_detail(row_id or "")
+    found = services.run_detail(run_id) if run_id else measured.measurement_detail(row_id or "")
     name = f"run {run_id}" if run_id else f"measurement {row_id}"
     if found is None:
         sentence = f"There is no {name} in this database."

@@ -7,15 +7,27 @@ from typing import Any
 
 import psutil
 
+from planner.config_keys import modelled_keys
 from planner.errors import PlanError
+from planner.memory.kinds import layer_kinds
 from planner.memory.parallel import is_split
-from planner.plan import Plan
+from planner.plan import Plan, parse_plan
 from planner.saved_training import check_saved_training
 from planner.workload import TrainingWorkload
 
 WORLDS = ("nccl", "shared", "solo", "cpu")
 # Of the host's free memory, the share that a run on the CPU may take.
 HOST_SHARE = 0.8
+SMALL_PROOF_CONFIG: Mapping[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
 # Choices of a workload whose kernels need a GPU, and what runs on a CPU instead.
 GPU_ONLY = (
     ("attention", "triton", "eager or sdpa"),
@@ -91,6 +103,31 @@ def job_spec(
         "save_to": save_to,
         "load_from": load_from,
     }
+
+
+def small_proof(plan: Plan) -> Plan:
+    """Return a plan of the same choices that any host can run: a few narrow layers, two ranks."""
+    document = plan.to_dict()
+    editable = modelled_keys(plan.model.family)
+    overrides = {key: value for key, value in SMALL_PROOF_CONFIG.items() if key in editable}
+    if isinstance(plan.workload, TrainingWorkload):
+        several_kinds = len(set(layer_kinds(plan.model, plan.workload))) > 1
+        # Where layers differ, first and last have one between them, as in the model.
+        overrides["num_hidden_layers"] = 3 if several_kinds else 2
+    if plan.model.latent is not None:
+        overrides["num_key_value_heads"] = overrides["num_attention_heads"]
+    if plan.model.num_experts:
+        # Groups of experts need two each.
+        overrides["num_local_experts"] = min(
+            plan.model.num_experts, max(8, 2 * plan.model.expert_groups)
+        )
+    config = {key: v for key, v in plan.model.hf_config.items() if key != "layer_types"}
+    model = {"config": config, "name": f"small {plan.model.family}", "overrides": overrides}
+    workload = {**document["workload"], "sequence_length": 64, "micro_batch": 1}
+    ranks = min(2, plan.parallelism.world_size)
+    parallelism = {**document["parallelism"], "world_size": ranks}
+    changed = {"model": model, "workload": workload, "parallelism": parallelism}
+    return parse_plan({**document, **changed})
 
 
 def host_memory_needed_bytes(prediction: Mapping[str, Any], ranks: int) -> int:

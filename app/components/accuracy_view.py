@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import services
+from app import measured
 from app.charts.proof import residual_strip_figure
 from app.charts.style import words
 from app.components.figure import show_figure, show_table
@@ -44,7 +44,7 @@ STATISTICS: Mapping[str, str] = {
 def show_accuracy_page() -> None:
     """Draw the errors of today's predictions over every stored measurement."""
     with told_in_one_sentence():
-        report = services.accuracy(WAIT_S)
+        report = measured.accuracy(WAIT_S)
         if "done" in report:
             _progress()
             return
@@ -62,7 +62,7 @@ def show_accuracy_page() -> None:
 def _progress() -> None:
     """Say how far the predictions are; draw the page anew when they are all there."""
     with told_in_one_sentence():
-        report = services.accuracy(0.0)
+        report = measured.accuracy(0.0)
         if "done" not in report:
             st.rerun()
         done, total = report["done"], report["total"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import services
+from app import plan_curves
 from app.charts.choice import attention_figure, heat_map_figure
 from app.charts.memory import breakdown_figure, phases_figure
 from app.charts.proof import timing_figure
@@ -81,7 +81,7 @@ def _phases(prediction: Mapping[str, Any], unit: str) -> None:
 
 
 def _heat_map(plan: Plan, unit: str) -> None:
-    cells = services.stage_grid(plan)
+    cells = plan_curves.stage_grid(plan)
     current = (plan.parallelism.zero_stage, plan.parallelism.world_size)
     show_figure(
         heat_map_figure(cells, current, unit),
@@ -95,7 +95,7 @@ def _heat_map(plan: Plan, unit: str) -> None:
 
 
 def _attention(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
-    curves = services.attention_curves(plan)
+    curves = plan_curves.attention_curves(plan)
     capacity_bytes = prediction["verdict"]["capacity_bytes"]
     sequence_length = prediction["plan"]["workload"]["sequence_length"]
     show_figure(
@@ -106,7 +106,7 @@ def _attention(plan: Plan, prediction: Mapping[str, Any], unit: str) -> None:
         "score matrices, which grow with the square of the length; sdpa and triton store none.",
         rows=[{"kernel": kernel, **point} for kernel in curves for point in curves[kernel]],
     )
-    for kernel, reason in services.refused_kernels(plan).items():
+    for kernel, reason in plan_curves.refused_kernels(plan).items():
         st.caption(f"No curve for {kernel}: {reason}")
 
 

@@ -10,7 +10,13 @@ import streamlit as st
 from app import services
 from app.charts.style import size_text
 from app.components.queued_run import show_submitted, submit_once
-from app.proof import gpu_only, host_memory_free_bytes, host_memory_needed_bytes, unprovable
+from app.proof import (
+    gpu_only,
+    host_memory_free_bytes,
+    host_memory_needed_bytes,
+    small_proof,
+    unprovable,
+)
 from planner.plan import Plan
 from planner.workload import Engine
 
@@ -136,7 +142,7 @@ def _submit(plan: Plan, world: str) -> None:
 
 
 def _submit_small(plan: Plan) -> None:
-    _submit(services.small_proof(plan), "cpu")
+    _submit(small_proof(plan), "cpu")
 
 
 def _show_outcome(gpus: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import services, state
+from app import measured, services, state
 from app.charts.proof import comparison_figure, error_percent, residual_figure
 from app.charts.style import size_text
 from app.components.attention_result import show_attention_result
@@ -62,7 +62,7 @@ def show_run_page() -> None:
 
 def _recorded(row_id: str) -> None:
     """Draw a stored measurement; one that a run here made has that run's page to itself."""
-    seen = services.measurement_detail(row_id)
+    seen = measured.measurement_detail(row_id)
     if seen is None:
         st.warning(f"There is no measurement {row_id} in this database.")
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import services
+from app import plan_curves
 from app.charts.style import size_text
 from app.charts.timeline import timeline_figure
 from app.components.figure import show_figure, show_table
@@ -22,7 +22,7 @@ CAPTION = (
 
 def show_timeline(plan: Mapping[str, Any], unit: str) -> None:
     """Draw the predicted timeline of a plan's step, or say why there is none."""
-    found = services.timeline_of(plan)
+    found = plan_curves.timeline_of(plan)
     if found["reason"]:
         st.caption(f":material/info: No timeline: {found['reason']}")
         return
@@ -40,7 +40,7 @@ def show_measured_timeline(
     plan: Mapping[str, Any], measured: Sequence[Sequence[Any]], unit: str
 ) -> None:
     """Draw a run's timeline over the predicted one, with their differences; or what there is."""
-    found = services.timeline_of(plan)
+    found = plan_curves.timeline_of(plan)
     if found["reason"]:
         if measured:
             st.caption(f":material/info: Measured sections only: {found['reason']}")

@@ -145,7 +145,7 @@ def test_findings_compare_ours_with_eager_and_name_what_algorithms_give_up() -> 
 
 def test_a_recorded_run_shows_its_variants(opened: Opened) -> None:
     app = opened()
-    rows = attention_rows._stored(attention_rows.services._database_url())
+    rows = attention_rows._stored(attention_rows.services.database_url())
     assert rows and not rows[0].here
     app.query_params["row"] = rows[0].row
     app.switch_page("app_pages/run.py").run()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import services
+from app import plan_curves, proof, services
 from app.components.problems import OUR_FAULT
+from app.measured import accuracy, measurement_detail
 from app.state import DEFAULTS
 from db.measurements import StoredResult, measurements, store_result
 from db.queue import WorkerIdentity, claim_next_run
@@ -252,7 +253,7 @@ def test_proving_twice_with_one_key_queues_one_run(opened: Opened, tiny_config: 
 
 
 def test_a_queued_run_can_be_seen_and_cancelled(opened: Opened) -> None:
-    plan = services.small_proof(default_plan())
+    plan = proof.small_proof(default_plan())
     run_id = services.submit_proof(plan, "cpu", "key-1")
     app = opened(run=run_id)
     app.switch_page("app_pages/run.py").run()
@@ -293,7 +294,7 @@ def test_every_preset_has_a_small_proof(preset: str) -> None:
         plan = services.check_plan(document)
     except PlanError as problem:
         pytest.skip(str(problem))
-    small = services.small_proof(plan)
+    small = proof.small_proof(plan)
     # Layers with and without a window, or dense ones and experts, need both kinds.
     differ = {"gemma2", "gemma3_text", "gpt_oss", "deepseek_v2", "deepseek_v3"}
     assert small.model.num_layers == (3 if small.model.family in differ else 2)
@@ -315,7 +316,7 @@ def finished(plan: Plan, result: StoredResult) -> str:
 
 def test_a_measured_run_stands_beside_its_prediction(opened: Opened) -> None:
     memory = services.prediction_of(default_plan())["memory"]
-    before = services.accuracy()["rows"]["evidence"]
+    before = accuracy()["rows"]["evidence"]
     peak = {"peak_allocated_bytes": 40 * 2**30, "end_allocated_bytes": 0}
     measured = {
         "allocated_bytes": 40 * 2**30,
@@ -352,7 +353,7 @@ def test_running_out_of_memory_is_a_result_with_the_allocators_numbers(opened: O
     assert not broken(app)
     assert {metric.label: metric.value for metric in app.metric}["requested"] == "8.00 GiB"
     assert "**refutes** the prediction" in texts(app)
-    services.accuracy()  # predicted beside the pages; until then one only says how far it is
+    accuracy()  # predicted beside the pages; until then one only says how far it is
     app.switch_page("app_pages/accuracy.py").run()
     assert "False “fits”: " in app.error[0].value
 
@@ -454,15 +455,15 @@ def test_a_measurement_of_a_run_here_leads_to_that_run(opened: Opened) -> None:
         default_plan(), StoredResult(state=RunState.DONE, measured=measured, environment={})
     )
     row_id = next(seen.id for seen in measurements(services.database()) if seen.run_id == run_id)
-    detail = services.measurement_detail(row_id)
+    detail = measurement_detail(row_id)
     assert detail is not None and detail["run_id"] == run_id
-    names = services.accuracy()["names"]
+    names = accuracy()["names"]
     assert names[row_id].startswith("Llama-3.1-8B: peakmark ZeRO-3 × 8")
 
 
 def test_a_runs_timeline_lies_over_the_predicted_one(opened: Opened) -> None:
     plan = default_plan()
-    sections = services.timeline_of(plan.to_dict())["sections"]
+    sections = plan_curves.timeline_of(plan.to_dict())["sections"]
     assert (
         max(section["high_bytes"] for section in sections)
         == (services.prediction_of(plan)["memory"]["allocated_bytes"])

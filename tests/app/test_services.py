@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app import services
+from app import plan_curves, services
 from planner.plan import Plan, default_plan
 
 
@@ -14,7 +14,7 @@ def _plan(preset: str, **workload: object) -> Plan:
 
 
 def test_a_kernel_without_a_curve_is_named_with_the_reason() -> None:
-    reasons = services.refused_kernels(_plan("gemma2-9b", attention="eager"))
+    reasons = plan_curves.refused_kernels(_plan("gemma2-9b", attention="eager"))
     assert set(reasons) == {"sdpa", "triton"}
     assert "does not cap attention logits" in reasons["sdpa"]
     assert "no step with capped attention logits" in reasons["triton"]
@@ -22,5 +22,5 @@ def test_a_kernel_without_a_curve_is_named_with_the_reason() -> None:
 
 def test_a_plan_that_every_kernel_can_run_names_none() -> None:
     plan = _plan("llama-3.1-8b")
-    assert services.refused_kernels(plan) == {}
-    assert set(services.attention_curves(plan)) == {"eager", "sdpa", "triton"}
+    assert plan_curves.refused_kernels(plan) == {}
+    assert set(plan_curves.attention_curves(plan)) == {"eager", "sdpa", "triton"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import services
+from app import measured
 from app.components.problems import OUR_FAULT
 
 Opened = Callable[..., AppTest]
@@ -86,7 +86,7 @@ def test_a_served_run_s_page_shows_its_simulation_and_who_else_served(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorded row with the preemption-free trace of 64 requests, and a peer put beside it."""
-    detail = services.measurement_detail
+    detail = measured.measurement_detail
 
     def with_peer(row_id: str) -> dict[str, Any] | None:
         seen = detail(row_id)
@@ -97,7 +97,7 @@ def test_a_served_run_s_page_shows_its_simulation_and_who_else_served(
         peers = {"transformers": done, "vllm": failed}
         return {**seen, "measured": {**seen["measured"], "peers": peers}}
 
-    monkeypatch.setattr(services, "measurement_detail", with_peer)
+    monkeypatch.setattr(measured, "measurement_detail", with_peer)
     app = opened(row="4b9cdfe1b06d1b35")
     app.switch_page("app_pages/run.py").run()
     assert not app.exception and not app.error
