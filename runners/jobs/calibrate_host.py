@@ -21,6 +21,7 @@ from planner.errors import PlanError
 from planner.plan import Plan, parse_plan
 from planner.presets import all_presets
 from runners.contract import World
+from runners.jobs.host_pace import measure_host_pace
 from runners.jobs.train_step import Trainer, build_model
 from runners.worlds import Launch, RunningWorld, open_world
 
@@ -162,6 +163,7 @@ def host_cases(is_cuda: bool) -> list[HostCase]:
 def measure_host(device: torch.device, seed: int, ends_at: float) -> Iterator[dict[str, Any]]:
     """Yield each case with the host's seconds per phase at every depth, until the time is over.
 
+    Each depth has the `host_pace` of its moment, which tells a slow one from a case that takes long.
     A case that this machine cannot run is yielded with its reason.
     """
     for case in host_cases(device.type == "cuda"):
@@ -175,7 +177,7 @@ def measure_host(device: torch.device, seed: int, ends_at: float) -> Iterator[di
             yield row | {"reason": str(error).splitlines()[0][:200]}
 
 
-def _times_s(case: HostCase, layers: int, device: torch.device, seed: int) -> dict[str, float]:
+def _times_s(case: HostCase, layers: int, device: torch.device, seed: int) -> dict[str, Any]:
     plan = case.plan(layers)
     world = World.SOLO if device.type == "cuda" or case.ranks > 1 else World.CPU
     with open_world(
@@ -186,7 +188,7 @@ def _times_s(case: HostCase, layers: int, device: torch.device, seed: int) -> di
     return found
 
 
-def _phase_times_s(plan: Plan, world: RunningWorld, seed: int) -> dict[str, float]:
+def _phase_times_s(plan: Plan, world: RunningWorld, seed: int) -> dict[str, Any]:
     trainer = Trainer(plan, build_model(plan), world, seed)
     seen: dict[str, list[float]] = {f"{name}_s": [] for name in _PHASES}
     marks: list[float] = []
@@ -200,4 +202,5 @@ def _phase_times_s(plan: Plan, world: RunningWorld, seed: int) -> dict[str, floa
         if index >= _WARMUPS:
             for name, start_s, end_s in zip(_PHASES, marks, marks[1:], strict=False):
                 seen[f"{name}_s"].append(end_s - start_s)
-    return {name: median(times) for name, times in seen.items()}
+    medians = {name: median(times) for name, times in seen.items()}
+    return medians | {"host_pace": measure_host_pace(world.device)}

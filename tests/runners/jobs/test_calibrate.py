@@ -61,6 +61,8 @@ def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:
     # Times of a busy machine: that the deeper model takes longer is not sure in one step.
     times = ("forward_s", "backward_s")
     assert all(found[time] > 0 for found in (shallow, deep) for time in times)
+    paces = ("launch_us", "forward_us", "backward_us")
+    assert [tuple(found["host_pace"]) for found in (shallow, deep)] == [paces, paces]
 
 
 def test_points_say_what_they_move_and_compute() -> None:
