@@ -28,6 +28,7 @@ from planner.predict import predict
 from planner.records import Kind, RecordedRow, Role
 from planner.serving.runs import compare_served, served_traits
 from planner.speed.calibrated import rows_used
+from planner.units import format_signed
 from planner.verdict import State
 from planner.workload import TrainingWorkload
 
@@ -353,7 +354,7 @@ def unexplained(report: AccuracyReport, explanations: Mapping[str, str]) -> list
     """Return one sentence for each row far off that recorded/explanations.json says nothing of."""
     return [
         f"{residual.row_id}: {residual.comparison.quantity} is off by "
-        f"{residual.comparison.error_percent:+.1f} % and not explained"
+        f"{format_signed(residual.comparison.error_percent, 1)} and not explained"
         for residual in report.far_off()
         if not explanations.get(residual.row_id, "").strip()
     ]

@@ -20,7 +20,7 @@ from typing import Any
 from planner.errors import PlanError
 from planner.plan import parse_plan
 from planner.predict import predict
-from planner.units import format_bytes
+from planner.units import format_bytes, format_signed
 
 COUNTERS = ("allocated", "reserved", "device", "outcome")
 OUTCOMES = ("ran", "out of memory")
@@ -120,7 +120,7 @@ class Answer:
         if self.state is None:
             return "-"
         if self.case.outcome is None:
-            return f"{self.error_percent:+.1f} %"
+            return format_signed(self.error_percent, 1)
         if self.state == "tight":
             return "open"
         is_right = (self.state == "does_not_fit") == (self.case.outcome == "out of memory")

@@ -48,6 +48,14 @@ def format_seconds(time_s: float) -> str:
     return f"{time_s * 1e3:.4g} ms" if time_s >= 1e-3 else f"{time_s * 1e6:.4g} us"
 
 
+def format_signed(percent: float | None, digits: int = 2) -> str:
+    """Return a difference in percent with its sign: +0.16 %, "-" for None.
+
+    What rounds to zero is +0.00 %, never -0.00 %.
+    """
+    return "-" if percent is None else f"{percent:+z.{digits}f} %"
+
+
 def format_share(share: float, digits: int = 1) -> str:
     """Return a share in percent: 0.177 becomes 17.7 %."""
     return f"{100 * share:,.{digits}f} %"

@@ -30,7 +30,7 @@ from planner.public_cases import FAR_OFF_PERCENT as PUBLIC_FAR_OFF_PERCENT
 from planner.public_cases import Answer, PublicCases, read_cases
 from planner.public_serving import ServingAnswer, ServingCases, read_serving_cases
 from planner.records import RecordedRow, read_file
-from planner.units import format_bytes
+from planner.units import format_bytes, format_signed
 from planner.verdict import State
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,7 +203,9 @@ def _far_off(report: AccuracyReport, explanations: Mapping[str, str]) -> Iterato
     yield f"\n## Rows off by more than {FAR_OFF_PERCENT:.0f} %\n"
     rows: dict[str, list[str]] = {}
     for residual in report.far_off():
-        seen = f"{residual.comparison.quantity} {residual.comparison.error_percent:+.1f} %"
+        seen = (
+            f"{residual.comparison.quantity} {format_signed(residual.comparison.error_percent, 1)}"
+        )
         rows.setdefault(residual.row_id, []).append(seen)
     if not rows:
         yield "None."
@@ -289,7 +291,7 @@ def _public_far_off(answers: Sequence[Answer]) -> Iterator[str]:
             continue
         found = answer.case.differences
         what = "; ".join(difference.text for difference in found) or "not worked out"
-        left = f"{answer.explained_percent:+.1f} %" if found else "-"
+        left = format_signed(answer.explained_percent, 1) if found else "-"
         yield f"| `{answer.case.id}` | {answer.error_text} | {what} | {left} |"
 
 
@@ -368,7 +370,7 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _signed(percent: float | None) -> str:
-    return "-" if percent is None else f"{percent:+.2f} %"
+    return format_signed(percent)
 
 
 def _listed(title: str, said: Iterable[tuple[str, Answer]]) -> Iterator[str]:
@@ -405,13 +407,13 @@ def _byte_cells(found: Mapping[str, Statistics]) -> str:
 
 
 def _error_cell(seen: Statistics | None) -> str:
-    return f"{seen.mean_absolute_percent:.2f} % ({seen.worst_percent:+.2f})" if seen else "-"
+    return f"{seen.mean_absolute_percent:.2f} % ({seen.worst_percent:+z.2f})" if seen else "-"
 
 
 def _line(name: str, found: Statistics) -> str:
     return (
-        f"| {name} | {found.n} | {found.mean_percent:+.2f} % | {found.mean_absolute_percent:.2f} % "
-        f"| {found.p90_percent:.2f} % | {found.worst_percent:+.2f} % |"
+        f"| {name} | {found.n} | {format_signed(found.mean_percent, 2)} | {found.mean_absolute_percent:.2f} % "
+        f"| {found.p90_percent:.2f} % | {format_signed(found.worst_percent, 2)} |"
     )
 
 

@@ -24,6 +24,7 @@ from planner.serving.runs import (
 )
 from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, SERVE_ROWS, StepTimes
 from planner.simulation.runs import Compared, SimulatedRun, compare_latency, simulated_rows
+from planner.units import format_signed
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "serving.md"
@@ -192,7 +193,7 @@ def _cache(run: DecodeRun) -> str:
 
 
 def _pair(measured_s: float, predicted_s: float, error: float | None) -> tuple[str, str, str]:
-    return ms(measured_s), ms(predicted_s), "fit" if error is None else f"{error:+.1f} %"
+    return ms(measured_s), ms(predicted_s), "fit" if error is None else format_signed(error, 1)
 
 
 def ms(time_s: float) -> str:
@@ -282,7 +283,7 @@ def _serve_table(served: Sequence[tuple[RecordedRow, SimulatedRun]]) -> Iterator
 
 
 def _compared(one: Compared) -> tuple[str, str, str]:
-    return ms(one.measured_s), ms(one.predicted_s), f"{one.error_percent:+.1f} %"
+    return ms(one.measured_s), ms(one.predicted_s), format_signed(one.error_percent, 1)
 
 
 def _trace_cells(row: RecordedRow, found: SimulatedRun) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from planner.records import Kind, RecordedRow, Role, read_file
 from planner.speed.calibrated import rates_of, rows_used
 from planner.speed.step import training_step
 from planner.speed.time_range import PACES, history_table, inside_without_itself, pace_of
+from planner.units import format_signed
 from planner.workload import TrainingWorkload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,8 +168,8 @@ def _listed(ids: Iterable[str]) -> str:
 def _line(words: str, errors: Sequence[float]) -> str:
     found = summarize(errors)
     return (
-        f"| {words} | {found.n} | {found.mean_percent:+.1f} % | "
-        f"{found.mean_absolute_percent:.1f} % | {found.p90_percent:.1f} % | {found.worst_percent:+.1f} % |"
+        f"| {words} | {found.n} | {format_signed(found.mean_percent, 1)} | "
+        f"{found.mean_absolute_percent:.1f} % | {found.p90_percent:.1f} % | {format_signed(found.worst_percent, 1)} |"
     )
 
 
@@ -271,7 +272,7 @@ def _far_off(
     for r in sorted(far_off(rows, timed, paces), key=lambda r: -abs(r.comparison.error_percent)):
         why = EXPLAINED.get(r.row_id, "not explained")
         name = f"{r.groups['architecture']}, {r.groups['engine']} {r.groups['stage']}"
-        yield f"- `{r.row_id}` ({name}) {r.comparison.error_percent:+.0f} %: {why}."
+        yield f"- `{r.row_id}` ({name}) {format_signed(r.comparison.error_percent, 0)}: {why}."
 
 
 def _published(cases: Sequence[PublicSpeed]) -> Iterator[str]:
@@ -285,14 +286,14 @@ def _published(cases: Sequence[PublicSpeed]) -> Iterator[str]:
         ]
         yield (
             f"| {case.label} | {case.published_s:.3g} s | {case.predicted.step_time_s:.3g} s | "
-            f"{case.error_percent:+.0f} % | {case.predicted.bound} | {' | '.join(shares)} |"
+            f"{format_signed(case.error_percent, 0)} | {case.predicted.bound} | {' | '.join(shares)} |"
         )
     yield ""
     errors = [case.error_percent for case in cases]
     found = summarize(errors)
     yield (
-        f"{found.n} runs: mean {found.mean_percent:+.1f} %, mean absolute "
-        f"{found.mean_absolute_percent:.1f} %, worst {found.worst_percent:+.0f} %. "
+        f"{found.n} runs: mean {format_signed(found.mean_percent, 1)}, mean absolute "
+        f"{found.mean_absolute_percent:.1f} %, worst {format_signed(found.worst_percent, 0)}. "
         f"More than {EXPLAINED_PERCENT:.0f} % off:\n"
     )
     notes: dict[str, list[str]] = defaultdict(list)

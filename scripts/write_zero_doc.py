@@ -27,7 +27,7 @@ from planner.stage_cells import (
     peak_lines,
 )
 from planner.stage_points import Point, stage_points, work_title
-from planner.units import GIB_BYTES, MIB_BYTES, format_count
+from planner.units import GIB_BYTES, MIB_BYTES, format_count, format_signed
 from planner.workload import Engine
 from planner.zero import work_of
 
@@ -163,7 +163,7 @@ def _summary(
     if ours:
         far = [point.above_percent for point in ours]
         yield (
-            f"- Our engine above the ideal: median {median(far):+.2f} %, most {max(far):+.2f} % "
+            f"- Our engine above the ideal: median {format_signed(median(far), 2)}, most {format_signed(max(far), 2)} "
             f"({len(ours)} runs)."
         )
         if max(far) > TOLD_PERCENT:
@@ -204,7 +204,7 @@ def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
 def _excess(own: Point, peer: Point) -> str:
     spread, percent = peer.plan.parallelism, 100 * (_ratio(own, peer) - 1)
     place = f"{spread.engine} {spread.zero_stage} x {spread.world_size}"
-    return f"{percent:+.2f} % ({place}, {work_title(peer.plan)})"
+    return f"{format_signed(percent, 2)} ({place}, {work_title(peer.plan)})"
 
 
 def _timed_in_short(timed: Sequence[SameRunPair]) -> Iterator[str]:
@@ -304,10 +304,10 @@ def _line(point: Point) -> str:
         f"{spread.world_size:,}",
         _gib(point.measured_bytes),
         _gib(point.predicted_bytes),
-        f"{error:+.2f} %",
+        format_signed(error, 2),
         _gib(after) if after else "-",
         _gib(point.ideal_bytes),
-        f"{point.above_percent:+.1f} %",
+        format_signed(point.above_percent, 1),
         *(_gib(parts[key]) for key in ("parameters", "gradients", "optimizer", "gathered")),
         _gib(parts["activations"] + parts["attention"]),
         _gib(parts["logits"]),

@@ -19,6 +19,7 @@ from app.charts.style import (
     size_text,
     wrapped,
 )
+from planner.units import format_signed
 
 ROW_HEIGHT_PX = 46
 MARGIN_HEIGHT_PX = 120
@@ -80,7 +81,7 @@ def residual_figure(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
         y=[row["label"] for row in both],
         x=errors,
         orientation="h",
-        text=[f"{error:+.2f} %" for error in errors],
+        text=[format_signed(error, 2) for error in errors],
         textposition="outside",
         cliponaxis=False,
         marker={"color": OTHER_COLOUR},

@@ -17,7 +17,7 @@ from app.charts.style import (
     predicted_marker,
     translucent,
 )
-from planner.units import format_count, format_seconds
+from planner.units import format_count, format_seconds, format_signed
 
 CURVE_PX, TIMELINE_ROW_PX, MARGIN_PX, COURSE_PX = 360, 11, 130, 400
 RECORDED_SYMBOL, MEASURED_SYMBOL = "circle", "square"
@@ -337,7 +337,7 @@ def compared_figure(rows: Sequence[Row]) -> go.Figure:
                 [
                     row["what"],
                     row["percentile"],
-                    f"{100 * (row['predicted_s'] / row['measured_s'] - 1):+.1f} %",
+                    format_signed(100 * (row["predicted_s"] / row["measured_s"] - 1), 1),
                 ]
                 for row in own
             ],

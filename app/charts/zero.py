@@ -170,7 +170,11 @@ def _ideal(
             "line": {"color": IDEAL_COLOUR, "width": 2.5},
         },
         customdata=[
-            [row_label(row), size_text(row["ideal_bytes"], unit), f"{row['distance_percent']:+.2f}"]
+            [
+                row_label(row),
+                size_text(row["ideal_bytes"], unit),
+                f"{row['distance_percent']:+z.2f}",
+            ]
             for row, _ in shown
         ],
         hovertemplate="%{customdata[0]}<br>ideal %{customdata[1]}; predicted is "

@@ -105,8 +105,10 @@ def group_rows(report: AccuracyReport) -> Iterator[tuple[str, ...]]:
 
 def figures(statistics: Statistics) -> Iterator[str]:
     """Yield n and the errors in percent."""
+    from planner.units import format_signed
+
     yield str(statistics.n)
-    yield f"{statistics.mean_percent:+.2f} %"
+    yield format_signed(statistics.mean_percent, 2)
     yield f"{statistics.mean_absolute_percent:.2f} %"
     yield f"{statistics.p90_percent:.2f} %"
-    yield f"{statistics.worst_percent:+.2f} %"
+    yield format_signed(statistics.worst_percent, 2)

@@ -32,12 +32,12 @@ def print_comparison(
 ) -> None:
     """Print the table of predicted against measured; nothing for a run that measured nothing."""
     from planner.comparison import TIME_QUANTITIES
-    from planner.units import format_bytes, format_seconds
+    from planner.units import format_bytes, format_seconds, format_signed
 
     rows = []
     for row in comparison_rows(prediction, measured, world):
         show = format_seconds if row["quantity"] in TIME_QUANTITIES else format_bytes
         predicted, seen = show(row["predicted"]), show(row["measured"])
-        rows.append((row["quantity"], predicted, seen, f"{row['error_percent']:+.2f} %"))
+        rows.append((row["quantity"], predicted, seen, format_signed(row["error_percent"], 2)))
     if rows:
         print_table(make_table("Predicted against measured", ("quantity",), FIGURES, rows))

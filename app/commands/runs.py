@@ -53,10 +53,10 @@ def runs_command(
 
 def run_row(run: RunSummary) -> tuple[str, ...]:
     """Return one line of the table; the figures are allocated bytes."""
-    from planner.units import format_bytes
+    from planner.units import format_bytes, format_signed
 
     ours, seen = run.predicted_allocated_bytes, run.measured_allocated_bytes
-    error = f"{100 * (ours - seen) / seen:+.2f} %" if ours is not None and seen else "-"
+    error = format_signed(100 * (ours - seen) / seen, 2) if ours is not None and seen else "-"
     return (
         run.id,
         run.kind.value,

@@ -65,7 +65,7 @@ def _memory_metrics(prediction: Mapping[str, Any], unit: str) -> None:
     st.metric(
         "Headroom",
         signed(size_text(verdict["headroom_bytes"], unit)),
-        signed(f"{share:+,.1f} % of the {'GPU' if training else 'usable memory'}"),
+        signed(f"{share:+z,.1f} % of the {'GPU' if training else 'usable memory'}"),
         # The sign is no hyphen, by which the colour would be told.
         delta_color="red" if share < 0 else "green",
         delta_arrow="off",

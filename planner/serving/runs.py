@@ -17,7 +17,7 @@ from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import GRAPH_CHUNKS, MAX_GRAPH_TOKENS, ServeRun, parse_serve
 from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, ServedModel, StepTimes
-from planner.units import MIB_BYTES, format_bytes, format_seconds
+from planner.units import MIB_BYTES, format_bytes, format_seconds, format_signed
 from planner.workload import KvDtype, WeightsDtype
 
 # A prefill runs as many rows at once as have so many tokens together; the first steps are not timed
@@ -289,7 +289,7 @@ def decode_cells(
                 format_seconds(value) if one.quantity.endswith("time") else format_bytes(int(value))
                 for value in (one.predicted, one.measured)
             ),
-            f"{one.error_percent:+.1f} %",
+            format_signed(one.error_percent, 1),
         )
         for one in found
     ]

@@ -21,7 +21,7 @@ from planner.simulation.server import MAX_REQUESTS, server_of
 from planner.simulation.static import simulate_static
 from planner.simulation.steps import RememberedSteps
 from planner.simulation.tally import Simulation
-from planner.units import format_seconds
+from planner.units import format_seconds, format_signed
 from planner.workload import ServingWorkload, WeightsDtype
 
 COMPARED = {"ttft_s": "time to first token", "tpot_s": "time per token", "e2e_s": "end to end"}
@@ -149,7 +149,7 @@ def compared_cells(compared: Iterable[Compared]) -> list[tuple[str, ...]]:
             one.percentile,
             format_seconds(one.predicted_s),
             format_seconds(one.measured_s),
-            f"{one.error_percent:+.1f} %",
+            format_signed(one.error_percent, 1),
         )
         for one in compared
     ]

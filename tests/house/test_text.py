@@ -55,6 +55,21 @@ def test_byte_units_are_written_in_one_file(root: Path, modules: dict[Path, ast.
     assert found == []
 
 
+def test_no_difference_is_written_as_minus_zero(
+    root: Path, modules: dict[Path, ast.Module]
+) -> None:
+    """`+.2f` writes -0.001 as -0.00, `+z.2f` as +0.00; a template of Plotly's has its own rules."""
+    signed = re.compile(r"(?<!%\{x)(?<!%\{y):\+[,.\d]*[efg%]\}")
+    found = [
+        f"{path}: {line.strip()}"
+        for path in modules
+        if path.parts[0] in ROOMS
+        for line in (root / path).read_text().splitlines()
+        if signed.search(line)
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("line", "is_unit"),
     [

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.units import format_bytes, format_count, format_gb, format_rate, format_seconds
+from planner.units import (
+    format_bytes,
+    format_count,
+    format_gb,
+    format_rate,
+    format_seconds,
+    format_signed,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,3 +42,9 @@ def test_counts_rates_and_times() -> None:
     assert format_rate(4.8e12, "B") == "4.8 TB/s"
     assert format_rate(989e12, "FLOP") == "989 TFLOP/s"
     assert [format_seconds(t) for t in (2.5, 0.0125, 3e-6)] == ["2.5 s", "12.5 ms", "3 us"]
+
+
+def test_what_rounds_to_zero_has_no_minus() -> None:
+    shown = [format_signed(percent) for percent in (0.163, -4.387, -0.004, 0.0)]
+    assert shown == ["+0.16 %", "-4.39 %", "+0.00 %", "+0.00 %"]
+    assert (format_signed(-0.4, 0), format_signed(None)) == ("+0 %", "-")
