@@ -224,13 +224,18 @@ def _row(one: TraceRequest, request: Request, start_s: float) -> list[Any]:
     return [*sizes, ttft_s, tpot_s, e2e_s, request.preemptions, str(request.state)]
 
 
+def to_check(requests: list[Request]) -> list[Request]:
+    """Return the finished requests to serve again alone: those that gave way most often, then the first."""
+    done = [one for one in requests if one.state is RequestState.DONE]
+    return sorted(done, key=lambda one: -one.preemptions)[:_CHECKED]
+
+
 def _equal_alone(
     decoder: Decoder, cache: PagedCache, run: ServeRun, requests: list[Request]
 ) -> float | None:
     """Return the share of tokens that some finished requests get when each is served alone."""
-    done = [one for one in requests if one.state is RequestState.DONE][:_CHECKED]
     equal: list[bool] = []
-    for request in done:
+    for request in to_check(requests):
         again = Request(request.prompt, request.new_tokens)
         engine = Engine(decoder, cache, chunk_tokens=run.chunk_tokens)
         engine.submit(again)
