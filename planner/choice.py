@@ -15,6 +15,7 @@ from planner.predict import predict
 from planner.sweep import SIZES, SPREAD, WORK, Swept
 from planner.units import format_bytes, format_count, format_share
 from planner.verdict import State
+from planner.workload import field_words
 
 # Step times are predicted no better than this: closer plans are as good as one another.
 ALIKE = 0.03
@@ -135,7 +136,7 @@ def differences(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     if "gpus" in names and "world_size" in names:
         names.remove("world_size")
     shown = {"gpus": "GPUs", "zero_stage": "ZeRO stage", "world_size": "ranks"}
-    return ", ".join(f"{shown.get(n, n.replace('_', ' '))} {row[n]}" for n in names) or "the same"
+    return ", ".join(f"{shown.get(n, field_words(n))} {row[n]}" for n in names) or "the same"
 
 
 def pareto_front(

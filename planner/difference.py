@@ -12,7 +12,7 @@ from planner.errors import PlanError
 from planner.plan import Plan, parse_plan
 from planner.predict import predict
 from planner.units import format_share
-from planner.workload import Parallelism, ServingWorkload, TrainingWorkload, flat_dict
+from planner.workload import Parallelism, ServingWorkload, TrainingWorkload, field_words, flat_dict
 
 MAX_PLANS = 4
 # Sums of the same times in another order differ by this share at most.
@@ -118,7 +118,7 @@ def option_rows(plans: Sequence[ComparedPlan]) -> list[DifferenceRow]:
     return [
         DifferenceRow(
             group=name.split(".")[0],
-            name=name.split(".", 1)[1].replace("_", " "),
+            name=field_words(name.split(".", 1)[1]),
             unit="option",
             values=tuple(table.get(name) for table in tables),
             unknown=frozenset(

@@ -22,7 +22,7 @@ from planner.comparison import ALONE, Comparison, gpu_name
 from planner.plan import Plan, parse_plan
 from planner.records import RecordedRow, Role
 from planner.units import format_share
-from planner.workload import Parallelism, TrainingWorkload, flat_dict
+from planner.workload import Parallelism, TrainingWorkload, field_words, flat_dict
 
 # A choice within this share of the fastest is a good one.
 GOOD_PERCENT = 3.0
@@ -259,7 +259,7 @@ def _work_of(plan: Plan) -> tuple[dict[str, Any], str]:
     every = {**flat_dict(plan.workload), **flat_dict(plan.parallelism)}
     default = {**flat_dict(TrainingWorkload()), **flat_dict(Parallelism())}
     words = [
-        f"{name.replace('_', ' ')} {every[name]}"
+        f"{field_words(name)} {every[name]}"
         for name in ALTERNATIVES
         if name in ("engine", "zero_stage") or every[name] != default[name]
     ]

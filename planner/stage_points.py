@@ -13,7 +13,7 @@ from planner.memory.stages import step_memory
 from planner.payloads import step_payloads
 from planner.plan import Plan, parse_plan
 from planner.records import Kind, RecordedRow
-from planner.workload import Engine, TrainingWorkload, written_dict
+from planner.workload import Engine, TrainingWorkload, field_words, written_dict
 from planner.zero import named_parts, work_of
 
 # A model and workload is shown where that many choices of engine, stage and ranks were measured.
@@ -131,5 +131,5 @@ def work_title(plan: Plan) -> str:
     words.append(f"checkpointing {written.pop('checkpointing')}")
     if written.pop("grad_accumulation") > 1:
         words.append(f"{workload.grad_accumulation} micro-batches")
-    words += [f"{key.replace('_', ' ')} {value}" for key, value in written.items()]
+    words += [f"{field_words(key)} {value}" for key, value in written.items()]
     return f"{name}, {', '.join(words)}"

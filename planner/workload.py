@@ -191,6 +191,11 @@ class Parallelism:
     expert_parallel: int = 1
 
 
+def field_words(name: str) -> str:
+    """Return a field's name as people write it: `micro_batch` is micro-batch, `zero_stage` zero stage."""
+    return name.replace("micro_batch", "micro-batch").replace("_", " ")
+
+
 def flat_dict(values: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name, choices as text; nested values stay as they are.
 

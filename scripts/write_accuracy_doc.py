@@ -356,10 +356,14 @@ def _serving_line(answer: ServingAnswer) -> str:
     cells = (
         f"`{case.id}` ({case.source})",
         case.label,
-        *(_size(case.weights_bytes), _size(answer.weights_bytes), _signed(answer.weights_percent)),
+        *(
+            _size(case.weights_bytes),
+            _size(answer.weights_bytes),
+            format_signed(answer.weights_percent),
+        ),
         "-" if case.token_bytes is None else f"{case.token_bytes:,}",
         f"{answer.token_bytes:,}",
-        *(_size(case.pool_bytes), _size(answer.pool_bytes), _signed(answer.capacity_percent)),
+        *(_size(case.pool_bytes), _size(answer.pool_bytes), format_signed(answer.capacity_percent)),
         *(case.outcome or "-", (case.outcome and answer.outcome) or "-"),
     )
     return f"| {' | '.join(cells)} |"
@@ -367,10 +371,6 @@ def _serving_line(answer: ServingAnswer) -> str:
 
 def _size(size_bytes: int | None) -> str:
     return "-" if size_bytes is None else format_bytes(size_bytes)
-
-
-def _signed(percent: float | None) -> str:
-    return format_signed(percent)
 
 
 def _listed(title: str, said: Iterable[tuple[str, Answer]]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from app.charts.style import (
     base_figure,
     size_text,
 )
+from planner.workload import field_words
 
 HEIGHT_PX = 320
 MAX_UNIT_TICKS = 12
@@ -43,7 +44,7 @@ def limit_figure(found: Row, capacity_bytes: int, unit: str) -> go.Figure:
         annotation_text=f"capacity {size_text(capacity_bytes, unit)}",
         annotation_position="top left",
     )
-    figure.update_xaxes(title=found["name"].replace("_", " "), tickformat=",d")
+    figure.update_xaxes(title=field_words(found["name"]), tickformat=",d")
     tried = [one["value"] for one in planned]
     if tried and tried[-1] - tried[0] <= MAX_UNIT_TICKS:
         figure.update_xaxes(

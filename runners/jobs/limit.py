@@ -33,6 +33,7 @@ from planner.limit_run import (
 from planner.plan import Plan, parse_plan
 from planner.predict import predict
 from planner.reach import plan_reaching
+from planner.workload import field_words
 from runners.contract import (
     RESULT_FILE,
     SPEC_FILE,
@@ -98,7 +99,7 @@ class LimitSearch:
             if time.monotonic() + _ROOM * longest > until:
                 break
             number = len(self.trials)
-            name = f"{run.name.replace('_', ' ')} {value:,}, run"
+            name = f"{field_words(run.name)} {value:,}, run"
             self.events.phase(name, index=number, of=run.max_runs)
             ended = self._try(plan, run, value)
             if ended is not None and not self.is_stopped:

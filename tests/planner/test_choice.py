@@ -110,7 +110,7 @@ def test_the_sentence_says_what_and_why() -> None:
     assert f"{best.row['tokens_per_s'] / 1000:.4g} k tokens/s" in sentence
     gain = best.better["tokens_per_s"] / best.row["tokens_per_s"] - 1
     assert (
-        f"micro batch {best.better['micro_batch']} would be {100 * gain:.1f} % better" in sentence
+        f"micro-batch {best.better['micro_batch']} would be {100 * gain:.1f} % better" in sentence
     )
     assert sentence.count(".  ") == 0 and sentence.endswith(".")
     alone = best_of(swept(gpus=(8,), micro_batch=(1,), zero_stage=(3,), checkpointing=("none",)))
@@ -143,5 +143,5 @@ def test_cost_is_price_over_tokens_of_an_hour() -> None:
 def test_differences_name_the_choices_alone() -> None:
     found = swept(gpus=(8,))
     one, other = found.record(0), found.record(1)
-    assert differences(other, one) == "micro batch 2"
+    assert differences(other, one) == "micro-batch 2"
     assert differences(one, one) == "the same"
