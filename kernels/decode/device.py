@@ -5,7 +5,8 @@ over its split of the keys. Logits live in the exp2 domain. Addresses are int64 
 or head meets a stride. Nothing behind a row's length is read: stale pages may hold NaN.
 """
 
-# ruff: noqa: N803 (compile-time arguments are upper case, as Triton code has them)
+# ruff: noqa: N803, RET505 (compile-time arguments are upper case, as Triton code has them; and what
+# stands behind a return without an else is compiled too)
 
 from __future__ import annotations
 
@@ -53,11 +54,36 @@ def pages_of(table, first, end, row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def places_in(positions, PAGE: tl.constexpr):
-    """Where positions lie in their pages, int64."""
+def first_place(first, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a tile begins in its page, int64: 0 where it begins with a page or holds parts of several."""
     if PAGE == 0:
-        return positions.to(tl.int64)
-    return (positions % PAGE).to(tl.int64)
+        return tl.cast(first, tl.int64)
+    elif PAGE % BLOCK_N == 0:
+        return tl.cast(first % PAGE, tl.int64)
+    else:
+        return tl.zeros([], tl.int64)
+
+
+@triton.jit
+def places_from(first, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How far behind `first_place` the keys of a tile lie in their pages, int64.
+
+    Tiles begin at multiples of BLOCK_N. Where pages fill tiles, or tiles pages, this is the same for all
+    tiles, and what is multiplied with it leaves the loop.
+    """
+    keys = tl.arange(0, BLOCK_N)
+    if PAGE == 0 or PAGE % BLOCK_N == 0:
+        return keys.to(tl.int64)
+    elif BLOCK_N % PAGE == 0:
+        return (keys % PAGE).to(tl.int64)
+    else:
+        return ((first + keys) % PAGE).to(tl.int64)
+
+
+@triton.jit
+def rows_of(pages, start, places, strides):
+    """Where the keys of a tile lie, in elements: by strides over pages, heads and keys."""
+    return pages * strides[0] + start * strides[2] + places * strides[2]
 
 
 @triton.jit
@@ -107,10 +133,10 @@ def decode_kernel(
     for first in range(first_key, end, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         inside = (positions < end) & (positions >= oldest) if WINDOWED else positions < end
-        places = places_in(positions, PAGE)
+        start, places = first_place(first, PAGE, BLOCK_N), places_from(first, PAGE, BLOCK_N)
         wanted = inside[:, None] & in_head
-        k_rows = pages * k_strides[0] + places * k_strides[2]
-        v_rows = pages * v_strides[0] + places * v_strides[2]
+        k_rows = rows_of(pages, start, places, k_strides)
+        v_rows = rows_of(pages, start, places, v_strides)
         keys = tl.load(k + k_rows[:, None] + columns[None, :], mask=wanted, other=0.0)
         values = tl.load(v + v_rows[:, None] + columns[None, :], mask=wanted, other=0.0)
         logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2

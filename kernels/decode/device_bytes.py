@@ -14,7 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.decode.device import pages_of, places_in, softmax_step, split_bounds, store_rows
+from kernels.decode.device import (
+    first_place,
+    pages_of,
+    places_from,
+    rows_of,
+    softmax_step,
+    split_bounds,
+    store_rows,
+)
 
 
 @triton.jit
@@ -91,10 +99,9 @@ def _columns(addresses, inside, WORDS: tl.constexpr, FP8: tl.constexpr, PACKED: 
 
 
 @triton.jit
-def _scales(scale, pages, places, inside, strides, head):
-    """Load the scales of a tile's keys."""
-    at = pages * strides[0] + head * strides[1] + places * strides[2]
-    return tl.load(scale + at, mask=inside, other=0.0)
+def _scales(scale, rows, inside, strides, head):
+    """Load the scales of a tile's keys, which lie at `rows` of a head's."""
+    return tl.load(scale + head * strides[1] + rows, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -152,15 +159,17 @@ def byte_kernel(
     for first in range(first_key, end, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         inside = (positions < end) & (positions >= oldest) if WINDOWED else positions < end
-        places = places_in(positions, PAGE)
-        low, high = _columns(k + pages * k_strides[0] + places * k_strides[2], inside,
+        start, places = first_place(first, PAGE, BLOCK_N), places_from(first, PAGE, BLOCK_N)
+        low, high = _columns(k + rows_of(pages, start, places, k_strides), inside,
                              WORDS, FP8, PACKED, HEAD_DIM, half)  # fmt: skip
         logits = tl.dot(even, tl.trans(low))
         logits = tl.dot(odd, tl.trans(high), logits) * factor[:, None]
         scales = factor
         if PER_TOKEN:
-            logits *= _scales(k_scale, pages, places, inside, k_scale_strides, head)[None, :]
-            scales = _scales(v_scale, pages, places, inside, v_scale_strides, head)
+            at = rows_of(pages, start, places, k_scale_strides)
+            logits *= _scales(k_scale, at, inside, k_scale_strides, head)[None, :]
+            at = rows_of(pages, start, places, v_scale_strides)
+            scales = _scales(v_scale, at, inside, v_scale_strides, head)
         seen = inside[None, :]
         if not ONE_QUERY:
             seen = seen & (positions[None, :] < limits[:, None])
@@ -168,7 +177,7 @@ def byte_kernel(
                 seen = seen & (positions[None, :] >= limits[:, None] - window)
         logits = tl.where(seen, logits, -float("inf"))
         weights, shrink, largest, total = softmax_step(logits, largest, total)
-        low, high = _columns(v + pages * v_strides[0] + places * v_strides[2], inside,
+        low, high = _columns(v + rows_of(pages, start, places, v_strides), inside,
                              WORDS, FP8, PACKED, HEAD_DIM, half)  # fmt: skip
         even_sums, odd_sums = _add_values(even_sums * shrink[:, None], odd_sums * shrink[:, None],
                                           weights, low, high, scales, PER_TOKEN)  # fmt: skip
