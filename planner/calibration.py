@@ -13,7 +13,9 @@ from planner.units import format_bytes, format_rate, format_seconds
 # Bytes that a rank moves over its link per byte of the full buffer, as nccl-tests define the bus
 # bandwidth (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): all-reduce twice the others.
 _BUS_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-_HBM = ("copy", "add", "layer_norm", "adamw")
+_HOST_LINK = ("host_to_device", "device_to_host")
+# An optimizer's update in host memory, whose rate no sheet of a GPU gives.
+_HOST_UPDATE = "host_update"
 _LATENCIES = ("launch", "kernel", "synchronize")
 
 
@@ -127,13 +129,14 @@ def _rate(curve: Curve) -> float:
 
 
 def _sheet(operation: str, dtype: str, unit: str, gpu: Gpu) -> float | None:
-    if unit == "s":
+    if unit == "s" or operation == _HOST_UPDATE:
         return None
     if unit == "flop/s":
         return gpu.peak_dense_flop_s.get(dtype)
     if operation in _BUS_PASSES:
         return gpu.interconnect_bytes_s
-    return gpu.mem_bandwidth_bytes_s if operation in _HBM else gpu.host_link_bytes_s
+    is_copy = operation.startswith(_HOST_LINK)
+    return gpu.host_link_bytes_s if is_copy else gpu.mem_bandwidth_bytes_s
 
 
 def sheet_of(environment: Mapping[str, Any]) -> Gpu | None:

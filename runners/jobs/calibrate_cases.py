@@ -17,6 +17,7 @@ from planner.units import GIB_BYTES, KIB_BYTES, MIB_BYTES
 from runners.jobs.attention_kernels import KERNELS, reason_to_skip
 from runners.jobs.calibrate_case import DTYPES, Case, HostCase, Prepare, SustainedCase
 from runners.jobs.calibrate_kinds import kind_cases
+from runners.jobs.calibrate_offload import offload_cases
 from runners.jobs.stopwatch import Work
 
 # A backward computes five products of scores' size where the forward computes two.
@@ -47,6 +48,7 @@ def local_cases(device: torch.device) -> list[Case]:
     cases += _memory_bound(is_cuda)
     cases += _matrix_products(is_cuda)
     cases += kind_cases(is_cuda)
+    cases += offload_cases(is_cuda)
     cases += _attention(device)
     return cases
 

@@ -63,7 +63,7 @@ class HostStepper:
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Step all; what is computed on the device from then on finds the new shards."""
-        with _threads(host_threads()):
+        with using_threads(host_threads()):
             self._step(gradients)
 
     def _step(self, gradients: Sequence[Tensor]) -> None:
@@ -130,7 +130,8 @@ def host_threads(environment: Mapping[str, str] = os.environ) -> int:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def using_threads(number: int) -> Iterator[None]:
+    """Let torch compute on the CPU with `number` threads inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -51,6 +51,8 @@ def test_the_best_of_each_operation_stands_beside_the_sheet() -> None:
         _curve("copy", 1.0, 5, bytes=2 * 10**12),
         _curve("copy", 1.0, 6, bytes=4 * 10**12),
         _curve("host_to_device_pinned", 1.0, 5, bytes=5 * 10**10),
+        _curve("kind_unary", 1.0, 5, bytes=3 * 10**12),
+        _curve("host_update", 1.0, 5, 2, bytes=5 * 10**10),
         _curve("all_gather", 1.0, 5, 2, bytes=8 * 10**11),
         _curve("launch_matmul", 4e-6, 1, bytes=8),
     ]
@@ -62,6 +64,8 @@ def test_the_best_of_each_operation_stands_beside_the_sheet() -> None:
     assert found["matmul_nt", "fp32"].share == pytest.approx(3e13 / 67e12, rel=1e-2)
     assert found["copy", "bf16"].share == pytest.approx(4e12 / 4.8e12, rel=1e-3)
     assert found["host_to_device_pinned", "bf16"].share == pytest.approx(50 / 63, rel=1e-3)
+    assert found["kind_unary", "bf16"].share == pytest.approx(3e12 / 4.8e12, rel=1e-3)
+    assert (found["host_update", "bf16"].best, found["host_update", "bf16"].sheet) == (5e10, None)
     assert found["all_gather", "bf16"].share == pytest.approx(400 / 450, rel=1e-3)
     launch = found["launch_matmul", "bf16"]
     assert (launch.unit, launch.best, launch.share) == ("s", 4e-6, None)

@@ -52,7 +52,7 @@ def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:
     events = (tmp_path / "run" / "events-rank0.jsonl").read_text().splitlines()
     phases = [json.loads(line).get("name") for line in events]
     assert [name for name in dict.fromkeys(phases) if name] == [
-        *("collectives", "launch", "memory", "matmul", "kinds", "attention", "host")
+        *("collectives", "launch", "memory", "matmul", "kinds", "offload", "attention", "host")
     ]
     [host] = result["measured"]["host"]
     assert (host["family"], host["engine"], host["stage"]) == ("llama", "peakmark", 0)
@@ -73,6 +73,8 @@ def test_points_say_what_they_move_and_compute() -> None:
     }
     product = cases["matmul_nt", (128, 128, 128)]
     assert (product.flops, product.bytes) == (2 * 128**3, 2 * 3 * 128**2)
+    # Per element the gradient in bf16 and fp32, AdamW's seven passes in fp32, the value in fp32 and bf16.
+    assert cases["host_update", (65536, 1)].bytes == (2 + 4 + 28 + 4 + 2) * 65536
     # 64 KiB of bf16 read and written; AdamW reads four fp32 tensors and writes three.
     assert cases["copy", (32768,)].bytes == 2 * 65536
     assert cases["adamw", (16384,)].bytes == 7 * 65536
