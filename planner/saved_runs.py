@@ -9,6 +9,8 @@ from planner.units import GIB_BYTES
 from planner.zero import work_of
 
 _SHOWN_LOSSES = 3
+# What a peer's gradients are reduced in where it leaves no choice (runners/engines).
+_REDUCES_IN = {"fsdp2": "fp32"}
 
 
 def saved_lines(
@@ -69,7 +71,10 @@ def _alike_line(one: Mapping[str, Any]) -> dict[str, str]:
 
 def _sides(one: Mapping[str, Any]) -> tuple[str, str]:
     if one["check"] == "alike":
-        return f"{one['engine']}, stage {one['stage']}", "peakmark, stage 0"
+        # FSDP2 reduces in fp32, so it is held to our engine doing so too.
+        in_fp32 = "fp32" in (one.get("reduce_dtype"), _REDUCES_IN.get(one["engine"]))
+        reduced = ", gradients reduced in fp32" if in_fp32 else ""
+        return f"{one['engine']}, stage {one['stage']}", f"peakmark, stage 0{reduced}"
     ranks = f"{one['ranks']} {'rank' if one['ranks'] == 1 else 'ranks'}"
     return (
         f"{ranks} at stage {one['stage']}, from what was saved",

@@ -53,3 +53,21 @@ def test_two_gpus_trained_alike_at_every_stage_and_one_went_on() -> None:
     assert alike == {("peakmark", stage) for stage in range(4)} | {("ddp", 0)}
     assert sum(one["check"] == "loaded" and one["ranks"] == 1 for one in compared) == 3
     assert all(one["losses_equal"] and one["parameters_equal"] for one in compared)
+
+
+def test_an_engine_that_reduces_in_fp32_is_held_to_ours_reducing_so() -> None:
+    about = {"check": "alike", "model": "gpt2", "precision": "mixed", "checkpointing": False}
+    figures = {"losses_equal": True, "gradients_worst": 0.0, "parameters_equal": True}
+    rows = [
+        {**about, **figures, "lora": False, "steps": 10, "stage": 2, **engine}
+        for engine in (
+            {"engine": "fsdp2", "reduce_dtype": "auto"},
+            {"engine": "peakmark", "reduce_dtype": "fp32"},
+            {"engine": "deepspeed", "reduce_dtype": "auto"},
+        )
+    ]
+    assert [line["compared with"] for line in alike_lines(rows)] == [
+        "peakmark, stage 0, gradients reduced in fp32",
+        "peakmark, stage 0, gradients reduced in fp32",
+        "peakmark, stage 0",
+    ]

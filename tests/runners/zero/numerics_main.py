@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
@@ -416,28 +417,34 @@ def run_world(
     dist.destroy_process_group()
 
 
+def fork_ranks(world_size: int, play: Callable[[int], None]) -> bool:
+    """Fork a world's ranks, each of which plays its part; return whether all came to their end."""
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                play(rank)
+                code = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    # All are waited for, also after one that failed.
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return not any(statuses)
+
+
 def main(out: Path, device: str, backend: str, world_sizes: list[int]) -> int:
     """Fork the ranks of each world in turn; return 1 where one failed."""
-    for world_size in world_sizes:
-        children = []
-        for rank in range(world_size):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    run_world(rank, world_size, out, device, backend, world_size == world_sizes[0])
-                    code = 0
-                except BaseException:
-                    import traceback
-
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        # All are waited for, also after one that failed.
-        statuses = [os.waitpid(child, 0)[1] for child in children]
-        if any(statuses):
+    for number in world_sizes:
+        place = (number, out, device, backend, number == world_sizes[0])
+        if not fork_ranks(number, lambda rank, place=place: run_world(rank, *place)):
             return 1
     return 0
 
