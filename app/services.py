@@ -8,16 +8,15 @@ from typing import Any
 
 import streamlit as st
 
-from app.plan_words import plan_line
 from app.predictions import prediction_here, with_calibration
 from app.proof import job_spec
+from app.run_words import run_words as words_of
 from db import repository
 from db.database import Database, resolve_url
 from db.engine import open_database
 from db.problems import DatabaseProblem
 from db.types import FINAL_STATES, RunState
 from planner.attached import AttachedGpu, attached_gpus
-from planner.comparison import compare
 from planner.config_input import parse_config_text, spec_from_config
 from planner.errors import PlanError
 from planner.hardware import Gpu, gpu_presets
@@ -182,22 +181,9 @@ def run_words(run: Mapping[str, Any]) -> dict[str, Any]:
 @st.cache_data(max_entries=4000, show_spinner=False)
 def _run_words(url: str, run_id: str, state: str) -> dict[str, Any]:
     detail = repository.get_run(database(), run_id)
-    figures = ("counter", "predicted_bytes", "measured_bytes")
-    words: dict[str, Any] = {"plan": "", **dict.fromkeys(figures)}
-    if detail is None or detail.plan is None:
-        return words
-    words["plan"] = plan_line(detail.plan)
-    if detail.prediction is None:
-        return words
-    memory = detail.prediction["memory"]
-    words |= {"counter": "allocated", "predicted_bytes": memory["allocated_bytes"]}
-    found = compare(detail.prediction, detail.measured or {}, detail.spec["world"])
-    if not found:
-        return words
-    if detail.spec["world"] == "cpu":
-        words |= {"counter": "state", "predicted_bytes": int(sum(c.predicted for c in found))}
-        return words | {"measured_bytes": int(sum(c.measured for c in found))}
-    return words | {"measured_bytes": (detail.measured or {}).get("allocated_bytes")}
+    if detail is None:
+        raise DatabaseProblem(f"There is no run {run_id} any more.")
+    return words_of(detail)
 
 
 def run_detail(run_id: str) -> dict[str, Any] | None:

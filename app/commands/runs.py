@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from db.views import RunDetail, RunSummary
 
 WORDS = ("id", "kind", "model", "hardware", "world", "state")
-FIGURES = ("predicted", "measured", "error")
+FIGURES = ("counter", "predicted", "measured", "error")
 app = typer.Typer(help="List runs, newest first; show, cancel or export them.")
 RunId = Annotated[str, typer.Argument(help="The id that `peakmark runs` shows.")]
 
@@ -42,31 +42,34 @@ def runs_command(
 
     with opened_database() as database:
         found = list_runs(database, limit=limit)
+        rows = [] if json else [run_row(database, run) for run in found]
     if json:
         print_json({"schema": 1, "runs": [run.to_dict() for run in found]})
         return
     if not found:
         print_line("No runs yet: `peakmark prove` and `peakmark calibrate` make them.")
         return
-    print_table(make_table(None, WORDS, FIGURES, [run_row(run) for run in found]))
+    print_table(make_table(None, WORDS, FIGURES, rows))
 
 
-def run_row(run: RunSummary) -> tuple[str, ...]:
-    """Return one line of the table; the figures are allocated bytes."""
+def run_row(database: Database, run: RunSummary) -> tuple[str, ...]:
+    """Return one line of the table; the figures are bytes of the counter that the run's world measures."""
+    from app.run_words import run_words
     from planner.units import format_bytes, format_signed
 
-    ours, seen = run.predicted_allocated_bytes, run.measured_allocated_bytes
-    error = format_signed(100 * (ours - seen) / seen, 2) if ours is not None and seen else "-"
+    words = run_words(require_run(database, run.id))
+    ours, seen = words["predicted_bytes"], words["measured_bytes"]
     return (
         run.id,
         run.kind.value,
-        run.model_name or "-",
-        run.hardware_name or "-",
+        words["model"] or "-",
+        words["hardware"] or "-",
         run.world.value,
         "cancelling" if run.cancelling else run.state.value,
+        words["counter"] or "-",
         "-" if ours is None else format_bytes(ours),
         "-" if seen is None else format_bytes(seen),
-        error,
+        format_signed(100 * (ours - seen) / seen if ours is not None and seen else None),
     )
 
 

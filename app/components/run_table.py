@@ -95,7 +95,7 @@ def run_row(run: Mapping[str, Any], chosen_unit: str) -> dict[str, Any]:
     return {
         "state": ("cancelling" if run["cancelling"] else str(run["state"])).replace("_", " "),
         "kind": str(run["kind"]).replace("_", " "),
-        "model": str(run["model_name"] or "").rsplit("/", 1)[-1],
+        "model": str(words["model"] or "").rsplit("/", 1)[-1],
         "predicted": None if predicted is None else size_text(predicted, chosen_unit),
         "measured": size_text(measured, chosen_unit) if measured else None,
         "error %": round(error_percent(predicted, measured), 2) if both else None,
