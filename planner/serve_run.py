@@ -271,6 +271,26 @@ def _speeds(measured: Mapping[str, Any]) -> tuple[str, ...]:
     return (*times, format_count(measured["tokens_per_s"]))
 
 
+HOST_WORDS: Mapping[str, str] = {
+    "wait": "waiting for the GPU",
+    "launch": "starting its work",
+    "schedule": "scheduling",
+    "idle": "between requests",
+}
+
+
+def host_sentence(measured: Mapping[str, Any]) -> str | None:
+    """Say what a serving run's host did; None for a run that did not note it."""
+    spent = measured.get("host_time_s")
+    if not spent:
+        return None
+    total_s = sum(spent.values())
+    shares = [f"{100 * spent[name] / total_s:.0f} % {words}" for name, words in HOST_WORDS.items()]
+    return (
+        f"The host's time: {', '.join(shares)}; prompts are token ids, so none goes to a tokenizer."
+    )
+
+
 def serve_headline(measured: Mapping[str, Any]) -> str:
     """Return in one line how many requests ended how, how fast, and what the time went to."""
     states = ", ".join(f"{number} {state}" for state, number in measured["states"].items())

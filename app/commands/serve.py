@@ -13,6 +13,7 @@ from app.commands.output import (
     JsonFlag,
     make_table,
     print_json,
+    print_line,
     print_table,
 )
 from app.commands.queued import (
@@ -156,6 +157,7 @@ def print_serving(detail: RunDetail) -> None:
     from planner.serve_run import (
         PEER_COLUMNS,
         SERVE_COLUMNS,
+        host_sentence,
         peer_cells,
         serve_cells,
         serve_headline,
@@ -172,6 +174,8 @@ def print_serving(detail: RunDetail) -> None:
         return
     cells = serve_cells(measured)
     print_table(make_table(serve_headline(measured), SERVE_COLUMNS[:1], SERVE_COLUMNS[1:], cells))
+    if spent := host_sentence(measured):
+        print_line(spent)
     if peers := peer_cells(measured):
         print_table(make_table("The same trace", PEER_COLUMNS[:1], PEER_COLUMNS[1:], peers))
     if found := simulated_row(detail.spec, detail.environment, measured):

@@ -11,6 +11,7 @@ from app.components.figure import metric_row, show_table
 from planner.serve_run import (
     PEER_COLUMNS,
     SERVE_COLUMNS,
+    host_sentence,
     peer_cells,
     serve_cells,
     serve_headline,
@@ -38,6 +39,8 @@ def show_serving(run: Mapping[str, Any]) -> None:
                 st.metric(label, format_seconds(measured["latency"][name]["p50"]))
         st.metric("Device busy", f"{100 * measured['device_share']:.0f} %")
     st.markdown(serve_headline(measured))
+    if spent := host_sentence(measured):
+        st.markdown(spent)
     st.dataframe(
         [dict(zip(SERVE_COLUMNS, cells, strict=True)) for cells in serve_cells(measured)],
         hide_index=True,

@@ -41,7 +41,7 @@ from runners.jobs.serve_peers import measure_serve_peer
 from runners.measure import host_peak_bytes
 from runners.serving.caches import PagedCache, stored_dtype
 from runners.serving.decoder import Decoder
-from runners.serving.engine import Engine, Request, RequestState
+from runners.serving.engine import Engine, HostTime, Request, RequestState
 from runners.serving.fused import fused_operations
 from runners.serving.shapes import cache_shape
 from runners.serving.vllm_peer import check_vllm
@@ -201,6 +201,17 @@ def _figures(
         "steps": engine.steps,
         "device_s": device_s,
         "device_share": device_s / duration_s,
+        "host_time_s": _host_time_s(engine.host, duration_s),
+    }
+
+
+def _host_time_s(host: HostTime, duration_s: float) -> dict[str, float]:
+    """Return what the host's seconds went to, by planner.serve_run.HOST_WORDS; together the duration."""
+    return {
+        "wait": host.wait_s,
+        "launch": host.launch_s,
+        "schedule": host.steps_s - host.launch_s - host.wait_s,
+        "idle": duration_s - host.steps_s,
     }
 
 

@@ -65,6 +65,18 @@ class Request:
         return known[None, self.prefilled : self.prefilled + size]
 
 
+@dataclass(slots=True)
+class HostTime:
+    """Seconds of the host in steps: all, in starting forwards, and in waiting for their tokens.
+
+    The rest of a step is scheduling.
+    """
+
+    steps_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+
+
 class Engine:
     """Serves requests with a decoder over a paged cache; `now` is the clock of their times."""
 
@@ -89,6 +101,7 @@ class Engine:
         self._free_rows = list(range(cache.rows))
         self._marks: list[tuple[object, object]] = []
         self.steps = 0
+        self.host = HostTime()
 
     @property
     def is_idle(self) -> bool:
@@ -115,11 +128,13 @@ class Engine:
     def step(self) -> None:
         """Admit, run one chunk of one prompt, decode one token of every request that can."""
         self.steps += 1
+        begun_s = time.perf_counter()
         self._admit()
         prefilling = [one for one in self._running if one.state is RequestState.PREFILLING]
         if prefilling:
             self._prefill(prefilling[0])
         self._decode()
+        self.host.steps_s += time.perf_counter() - begun_s
 
     def device_s(self) -> float:
         """Return the device's time in forwards so far; waits for it."""
@@ -141,7 +156,7 @@ class Engine:
         self._make_room([request], chunk.shape[1])
         if request.row < 0:
             return
-        start = self._clock.now()
+        start, begun_s = self._clock.now(), time.perf_counter()
         try:
             rows = slice(request.row, request.row + 1)
             following = self._decoder.prefill(chunk, rows, past=request.prefilled)
@@ -151,10 +166,11 @@ class Engine:
             self._end(request, RequestState.FAILED, str(error))
             return
         self._marks.append((start, self._clock.now()))
+        self.host.launch_s += time.perf_counter() - begun_s
         request.prefilled += chunk.shape[1]
         if request.prefilled == request.context:
             request.state = RequestState.DECODING
-            self._took(request, int(following[0]))
+            self._took(request, self._read(following)[0])
 
     def _decode(self) -> None:
         decoding = [one for one in self._running if one.state is RequestState.DECODING]
@@ -162,12 +178,20 @@ class Engine:
         decoding = [one for one in decoding if one.row >= 0]
         if not decoding:
             return
-        start = self._clock.now()
+        start, begun_s = self._clock.now(), time.perf_counter()
         tokens = self._decoder.decode([one.row for one in decoding])
         self._marks.append((start, self._clock.now()))
-        found = tokens.tolist()
+        self.host.launch_s += time.perf_counter() - begun_s
+        found = self._read(tokens)
         for request, row in [(one, one.row) for one in decoding]:
             self._took(request, found[row])
+
+    def _read(self, tokens: Tensor) -> list[int]:
+        """Return tokens (B,) on the host, which waits for the device."""
+        begun_s = time.perf_counter()
+        found: list[int] = tokens.tolist()
+        self.host.wait_s += time.perf_counter() - begun_s
+        return found
 
     def _make_room(self, requests: list[Request], tokens: int) -> None:
         """Let the latest request give way until those of `requests` left can all grow by `tokens`."""

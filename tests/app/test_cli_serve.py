@@ -28,6 +28,7 @@ def test_a_trace_is_served_and_kept(run: Run, decoding_config: str, tmp_path: Pa
     assert measured["states"] == {"done": 2, "cancelled": 1}
     assert [row[2] for row in measured["requests"]] == [6, 2, 6]
     assert (measured["leaked_pages"], measured["equal_alone"]) == (0, 1.0)
+    assert sum(measured["host_time_s"].values()) == pytest.approx(measured["duration_s"])
     beside = measured["peers"]["transformers"]
     assert (beside["states"], beside["tokens_equal"]) == (measured["states"], 1.0), beside
     code, shown, _ = run("runs", "show", document["summary"]["id"])

@@ -9,6 +9,7 @@ import pytest
 from planner.errors import PlanError
 from planner.serve_run import (
     SERVE_COLUMNS,
+    host_sentence,
     parse_serve,
     parse_trace,
     percentile,
@@ -88,3 +89,12 @@ def test_figures_are_told_in_cells() -> None:
     assert serve_headline(measured) == (
         "3 done, 1 cancelled in 2 s: 1.5 k tokens/s, 2 preemptions, device busy 76 % of the time"
     )
+
+
+def test_a_host_s_time_is_told_in_shares_where_it_was_noted() -> None:
+    spent = {"wait": 3.0, "launch": 0.5, "schedule": 0.25, "idle": 1.25}
+    assert host_sentence({"host_time_s": spent}) == (
+        "The host's time: 60 % waiting for the GPU, 10 % starting its work, 5 % scheduling, 25 % between "
+        "requests; prompts are token ids, so none goes to a tokenizer."
+    )
+    assert host_sentence({}) is None

@@ -148,3 +148,14 @@ def test_what_can_never_run_fails_at_once_with_its_reason() -> None:
     assert cache.num_free() == PAGES
     with pytest.raises(ValueError, match="chunk_tokens is 0; it must be at least 1"):
         make_engine(chunk=0)
+
+
+def test_the_host_s_time_is_parted_into_starting_waiting_and_the_rest() -> None:
+    engine, _ = make_engine()
+    for request in make_requests():
+        engine.submit(request)
+    serve(engine)
+    host = engine.host
+    # On a CPU forwards run while they are started, and nothing is left to wait for.
+    assert 0 < host.wait_s < host.launch_s
+    assert host.launch_s + host.wait_s < host.steps_s
