@@ -20,6 +20,7 @@ accuracy: .venv/.installed
 	@.venv/bin/python scripts/write_ranking_doc.py
 	@.venv/bin/python scripts/write_kernels_doc.py
 	@.venv/bin/python scripts/write_serving_doc.py
+	@.venv/bin/python scripts/write_quality_doc.py
 
 # Trace every template again and name every difference (an hour of processor time).
 retrace: .venv/.installed
