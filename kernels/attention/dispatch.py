@@ -183,8 +183,11 @@ def problem_of(tensors: dict[str, Tensor], *, mask: str, plain: bool) -> Problem
 
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Return a device's compute capability, None for a CPU and for Triton's interpreter."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
+    """Return an NVIDIA GPU's compute capability, None for a CPU and for Triton's interpreter.
+
+    AMD GPUs have numbers of the same form: an MI200 is 9.0 too.
+    """
+    if device.type != "cuda" or torch.version.hip or triton.knobs.runtime.interpret:
         return None
     return torch.cuda.get_device_capability(device)
 

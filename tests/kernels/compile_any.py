@@ -1,4 +1,4 @@
-"""Compile kernels without a GPU and print what ptxas says, as JSON lines.
+"""Compile kernels without a GPU and print what the assembler says, as JSON lines.
 
 Run in its own process, because `TRITON_INTERPRET` must not be set. Standard input holds one JSON
 request per line: module, kernel, arch, warps, stages, constants, and types by argument name (a
@@ -15,17 +15,16 @@ import sys
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.ptxas import assemble
+from tests.kernels.ptxas import assemble, read_amdgcn, target_of
 
 DIVISIBLE = [["tt.divisibility", 16]]
 WIDE_LOAD = re.compile(r"ld\.global[.\w]*\.v4\.b32|ld\.global[.\w]*\.v2\.b64")
 
 
 def compile_one(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile one request; return registers, spilled bytes, shared bytes and wgmma count."""
+    """Compile one request; return what the assembler says, and bytes of shared memory."""
     kernel = getattr(importlib.import_module(request["module"]), request["kernel"])
     signature: dict[str, Any] = dict.fromkeys(request["constants"], "constexpr")
     attributes: dict[Any, Any] = {}
@@ -42,10 +41,12 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     source = ASTSource(kernel, signature, constexprs=request["constants"], attrs=attributes)
     options = {"num_warps": request["warps"], "num_stages": request.get("stages", 3)}
     arch = request["arch"]
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=target_of(arch), options=options)
+    shared = {"shared_bytes": compiled.metadata.shared}
+    if isinstance(arch, str):
+        return shared | read_amdgcn(compiled.asm["amdgcn"])
     ptx = compiled.asm["ptx"]
-    report = {"shared_bytes": compiled.metadata.shared, "wide_loads": len(WIDE_LOAD.findall(ptx))}
-    return report | assemble(ptx, arch)
+    return shared | {"wide_loads": len(WIDE_LOAD.findall(ptx))} | assemble(ptx, arch)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What ptxas says of compiled kernels; the probes beside import it in processes of their own."""
+"""What assemblers say of compiled kernels; the probes beside import it in processes of their own.
+
+An architecture is a compute capability (80, 90) or the name of an AMD one ("gfx942", MI300).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,34 @@ import subprocess
 import tempfile
 from typing import Any
 
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+
+# Of 8 bytes or more: warps have 64 threads there, so each has half as much of a tile.
+AMD_WIDE_LOAD = re.compile(r"(global|buffer)_load_dwordx[24]")
+
+
+def target_of(arch: int | str) -> GPUTarget:
+    """Return Triton's name of an architecture."""
+    if isinstance(arch, str):
+        return GPUTarget("hip", arch, 64)
+    return GPUTarget("cuda", arch, 32)
+
+
+def read_amdgcn(text: str) -> dict[str, Any]:
+    """Return registers, bytes in scratch per thread, products by matrix cores and wide loads."""
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found, name
+        return int(found[1])
+
+    return {
+        "registers": number("vgpr_count"),
+        "spilled_bytes": number("private_segment_fixed_size"),
+        "matrix_products": text.count("v_mfma"),
+        "wide_loads": len(AMD_WIDE_LOAD.findall(text)),
+    }
 
 
 def assemble(ptx: str, arch: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compile the attention kernels without a GPU and print what ptxas says, as JSON lines.
+"""Compile the attention kernels without a GPU and print what the assembler says, as JSON lines.
 
 Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
 kernel:head_dim:value_dim:block_m:block_n:num_warps:num_stages:arch:dtype:mask:capped:sinks.
@@ -11,12 +11,11 @@ import sys
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.attention import device, device_backward
 from kernels.attention.blocks import padded_head_dim
-from tests.kernels.ptxas import assemble
+from tests.kernels.ptxas import assemble, read_amdgcn, target_of
 
 KERNELS = {
     "forward": device.forward_kernel,
@@ -59,8 +58,9 @@ def signature_of(
 
 def compile_one(request: str) -> dict[str, Any]:
     """Compile one request and return registers, spilled bytes and shared memory."""
-    kernel_name, *numbers, dtype, mask, capped, sinks = request.split(":")
-    head_dim, value_dim, block_m, block_n, num_warps, num_stages, arch = map(int, numbers)
+    kernel_name, *numbers, arch, dtype, mask, capped, sinks = request.split(":")
+    head_dim, value_dim, block_m, block_n, num_warps, num_stages = map(int, numbers)
+    target = target_of(int(arch) if arch.isdecimal() else arch)
     kernel = KERNELS[kernel_name]
     constants = {
         "MASK": mask,
@@ -80,9 +80,11 @@ def compile_one(request: str) -> dict[str, Any]:
     signature, attributes = signature_of(kernel, dtype, absent)
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=target, options=options)
     report = {"request": request, "shared_bytes": compiled.metadata.shared}
-    return report | assemble(compiled.asm["ptx"], arch)
+    if target.backend == "hip":
+        return report | read_amdgcn(compiled.asm["amdgcn"])
+    return report | assemble(compiled.asm["ptx"], target.arch)
 
 
 if __name__ == "__main__":

@@ -166,3 +166,13 @@ def test_every_backend_and_its_variable_are_told() -> None:
     document = (Path(__file__).resolve().parents[3] / "docs/kernels.md").read_text()
     for word in (*(backend.value for backend in Backend), dispatch.VARIABLE):
         assert f"`{word}`" in document
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, (9, 0)), ("6.4.2", None)])
+def test_an_amd_gpu_of_the_same_number_is_no_hopper_gpu(
+    hip: str | None, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert dispatch._capability.__wrapped__(torch.device("cuda", 0)) == expected

@@ -21,9 +21,9 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [80, 90, "gfx942"])
 def test_a_row_of_a_large_vocabulary_spills_nothing(
-    arch: int, compile_for_gpus: Callable[..., list[dict[str, Any]]]
+    arch: int | str, compile_for_gpus: Callable[..., list[dict[str, Any]]]
 ) -> None:
     options = row_options(128_256)
     requests = [

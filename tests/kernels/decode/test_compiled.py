@@ -15,7 +15,7 @@ ONE_BYTE = {"fp8": True, "int8": False}
 
 
 def request_of(
-    arch: int, element: str, page: int, *, window: bool = False, per_token: bool = False
+    arch: int | str, element: str, page: int, *, window: bool = False, per_token: bool = False
 ) -> dict[str, Any]:
     types: dict[str, Any] = {name: ["i32"] * 3 for name in STRIDES}
     types |= dict.fromkeys(SIZES, "i32") | dict.fromkeys(("q", "out", "k", "v"), "*bf16")
@@ -26,7 +26,7 @@ def request_of(
         types |= {"k": "*i16", "v": "*i16", "k_scale": "*fp32", "v_scale": "*fp32"}
         types |= {name: ["i32"] * 3 for name in ("k_scale_strides", "v_scale_strides")}
         constants |= {"FP8": ONE_BYTE[element], "PER_TOKEN": per_token}
-        constants |= {"WORDS": True, "PACKED": True, "ONE_QUERY": True}
+        constants |= {"WORDS": True, "PACKED": isinstance(arch, int), "ONE_QUERY": True}
     return {
         "module": "kernels.decode.device_bytes" if element in ONE_BYTE else "kernels.decode.device",
         "kernel": "byte_kernel" if element in ONE_BYTE else "decode_kernel",
@@ -43,7 +43,7 @@ def request_of(
     ("arch", "cases"),
     [
         (80, [("bf16", 0), ("bf16", 64)]),
-        (90, [("bf16", 0), ("bf16", 64), ("fp8", 0), ("int8", 64)]),
+        (90, [("bf16", 0), ("bf16", 64), ("bf16", 16), ("fp8", 0), ("int8", 64)]),
     ],
 )
 def test_measured_shapes_keep_three_programs_in_shared_memory_and_do_not_spill(
@@ -55,6 +55,17 @@ def test_measured_shapes_keep_three_programs_in_shared_memory_and_do_not_spill(
     for case, report in zip(cases, reports, strict=True):
         assert report["spilled_bytes"] == 0, (case, report)
         assert 3 * report["shared_bytes"] <= 227 * 1024, (case, report)
+
+
+def test_an_amd_gpu_has_room_for_one_program_and_its_matrix_cores_are_used(
+    compile_for_gpus: Callable[..., list[dict[str, Any]]],
+) -> None:
+    """Compiled for an MI300 only, with its 64 KiB of shared memory: nothing ever ran there."""
+    cases = [("bf16", 0), ("bf16", 16), ("int8", 64)]
+    for report in compile_for_gpus([request_of("gfx942", *case) for case in cases]):
+        assert report["spilled_bytes"] == 0, report
+        assert report["shared_bytes"] <= 64 * 1024, report
+        assert report["matrix_products"] > 0, report
 
 
 @pytest.mark.slow
