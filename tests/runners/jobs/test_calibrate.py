@@ -52,7 +52,17 @@ def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:
     events = (tmp_path / "run" / "events-rank0.jsonl").read_text().splitlines()
     phases = [json.loads(line).get("name") for line in events]
     assert [name for name in dict.fromkeys(phases) if name] == [
-        *("collectives", "launch", "memory", "matmul", "kinds", "offload", "attention", "host")
+        *(
+            "collectives",
+            "overlap",
+            "launch",
+            "memory",
+            "matmul",
+            "kinds",
+            "offload",
+            "attention",
+            "host",
+        )
     ]
     [host] = result["measured"]["host"]
     assert (host["family"], host["engine"], host["stage"]) == ("llama", "peakmark", 0)
