@@ -121,3 +121,21 @@ def test_more_than_two_to_the_31_elements() -> None:
     whole = run(*inputs, mask)
     last = run(*(tensor[-1:].detach().clone() for tensor in inputs), alone)
     assert all(torch.equal(a[-1:], b) for a, b in zip(whole, last, strict=True))
+
+
+def test_more_than_two_million_tokens_in_a_window() -> None:
+    """A sequence of 2^21 + 1 (NATTEN issue 347): its last tokens are those of its end by itself."""
+    seq, kept = 2**21 + 1, 2048
+    rows = [torch.randn(1, seq, 1, 64, device="cuda", dtype=BF16).transpose(1, 2) for _ in range(4)]
+    mask = masks.window(100)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+        out = flash_attention(q, k, v, mask=mask)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    # Both begin with a whole tile, so that sums go by the same tiles.
+    start = seq - 1 - 2 * kept
+    whole, end = run(*rows), run(*(tensor[:, :, start:].clone() for tensor in rows))
+    for a, b in zip(whole, end, strict=True):
+        assert torch.equal(a[:, :, -kept:], b[:, :, -kept:])

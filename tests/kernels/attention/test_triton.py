@@ -138,6 +138,33 @@ def test_values_behind_the_views_do_not_leak(make_inputs: Make, assert_accurate:
     assert_accurate(q, k, v, causal=False)
 
 
+def test_one_tensor_may_be_query_key_and_value(make_inputs: Make) -> None:
+    (x, *_) = make_inputs(1, (2, 2), (70, 70), 16)
+    apart = [x.detach().clone().requires_grad_() for _ in range(3)]
+    dout = torch.randn_like(x)
+    out, expected = (flash_attention(*inputs, causal=True) for inputs in ((x, x, x), apart))
+    assert torch.equal(out, expected)
+    (found,) = torch.autograd.grad(out, x, dout)
+    torch.testing.assert_close(found, sum(torch.autograd.grad(expected, apart, dout)))
+
+
+def test_nan_in_a_query_stays_in_its_row(make_inputs: Make) -> None:
+    q, k, v = (tensor.detach() for tensor in make_inputs(1, (2, 1), (70, 70), 16))
+    broken = q.clone()
+    broken[0, 1, 33] = torch.nan
+    others = torch.ones(1, 2, 70, dtype=torch.bool)
+    others[0, 1, 33] = False
+
+    def run(query: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = query.clone().requires_grad_()
+        out = flash_attention(leaf, k, v, causal=True)
+        return out.detach(), torch.autograd.grad(out, leaf, torch.ones_like(out))[0]
+
+    for clean, found in zip(run(q), run(broken), strict=True):
+        assert found[~others].isnan().all()
+        assert torch.equal(found[others], clean[others])
+
+
 def test_the_log_sum_exp_is_differentiable(make_inputs: Make) -> None:
     from kernels.attention.reference import reference_attention
 

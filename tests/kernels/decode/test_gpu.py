@@ -130,6 +130,20 @@ def test_repeats_are_equal_to_the_bit_whatever_memory_held() -> None:
         assert torch.equal(decode_attention(q, k, v, lengths, num_splits=16), first)
 
 
+def test_pages_with_chosen_splits_repeat_under_stale_memory() -> None:
+    """A hundred steps of growing rows (torchtitan issue 3235: NaN in one of a hundred)."""
+    q, k, v, _ = make_inputs(3, (32, 8), 1, 4096, 128)
+    order = torch.randperm(3 * 4096 // 16, device="cuda", dtype=torch.int32)
+    k_pages, v_pages = (in_pages(t, 16, order) for t in (k, v))
+    for step in range(100):
+        lengths = torch.tensor([1 + step, 41 * step, 4096 - step], device="cuda", dtype=torch.int32)
+        poison = torch.full((1 << 20,), torch.nan, device="cuda")
+        del poison
+        out = decode_attention(q, k_pages, v_pages, lengths, block_table=order.view(3, -1))
+        expected = decode_attention(q, k, v, lengths)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("num_splits", [1, 16])
 def test_its_bytes_are_the_output_and_the_parts(num_splits: int) -> None:
     q, k, v, lengths = make_inputs(4, (32, 8), 1, 4096, 128)
