@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "serving.md"
 BEGIN = "<!-- Written by `make accuracy` from recorded/; do not edit from here. -->"
 END = "<!-- To here. -->"
+# Where the share of the memory's rate is told in words.
+BANDWIDTH_AT = (32, 8192)
 HOW_DECODED = """
 Time per step of all rows, and of the whole prefill; **predicted** is today's, **fit** marks a row that a
 constant of the prediction was fitted to, which counts in no average. **bandwidth** is the bytes that a step
@@ -218,6 +220,7 @@ def _decode_words(decoded: Sequence[Decoded]) -> Iterator[str]:
                 f"mean absolute error, {max(errors):.1f} % worst, over {len(errors)} rows."
             )
     yield from _byte_words(decoded)
+    yield from _bandwidth_words(decoded)
     yield from _compiled_words(decoded)
     yield from _one_byte_words(decoded)
 
@@ -232,6 +235,22 @@ def _byte_words(decoded: Sequence[Decoded]) -> Iterator[str]:
                 f"- Peak of allocated bytes while {words}, predicted: {fmean(errors):.2f} % mean absolute error, "
                 f"{max(errors):.2f} % worst, over {len(errors)} rows; weights and cache to the byte."
             )
+
+
+def _bandwidth_words(decoded: Sequence[Decoded]) -> Iterator[str]:
+    """Say how near a long step over a 16-bit cache in pages comes to the memory's rate, by model."""
+    shares = {
+        short(one.spec): f"{100 * one.moved_share:.0f} % ({short(one.spec)})"
+        for one in decoded
+        if (one.run.batch, one.run.context) == BANDWIDTH_AT
+        and (one.run.cache, one.run.cache_dtype) == (CacheKind.PAGED, CacheDtype.MODEL)
+    }
+    if shares:
+        batch, context = BANDWIDTH_AT
+        yield (
+            f"- At batch {batch} and context {context:,} a step moves its bytes at {', '.join(shares.values())} of "
+            "the sheet's memory rate."
+        )
 
 
 def _compiled_words(decoded: Sequence[Decoded]) -> Iterator[str]:
