@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from runners.jobs.host_pace import measure_host_pace
 from runners.jobs.stopwatch import Stopwatch, Work
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Prepare = Callable[[torch.device], Work]
+_PACES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +63,14 @@ class SustainedCase(Case):
         for _ in range(half):
             work()
         return watch.together_times_s(work, half)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceCase(Case):
+    """A figure of the host's pace, which is a median already."""
+
+    figure: str
+
+    def times_s(self, watch: Stopwatch, device: torch.device) -> list[float]:
+        """Measure it anew each time."""
+        return [measure_host_pace(device)[self.figure] / 1e6 for _ in range(_PACES)]

@@ -15,7 +15,7 @@ from kernels.attention.dispatch import Direction, last_choice
 from planner.attention.problem import AttentionProblem
 from planner.units import GIB_BYTES, KIB_BYTES, MIB_BYTES
 from runners.jobs.attention_kernels import KERNELS, reason_to_skip
-from runners.jobs.calibrate_case import DTYPES, Case, HostCase, Prepare, SustainedCase
+from runners.jobs.calibrate_case import DTYPES, Case, HostCase, PaceCase, Prepare, SustainedCase
 from runners.jobs.calibrate_kinds import kind_cases
 from runners.jobs.calibrate_offload import offload_cases
 from runners.jobs.stopwatch import Work
@@ -84,6 +84,17 @@ def _launches() -> Iterator[Case]:
 
     yield host("launch_elementwise", "fp32", small, calls=_LAUNCHES, waits=False)
     yield host("launch_matmul", "bf16", product, calls=_LAUNCHES, waits=False)
+    for way in ("forward", "backward"):
+        yield PaceCase(
+            group="launch",
+            operation=f"launch_module_{way}",
+            shape=(1,),
+            dtype="fp32",
+            bytes=_SMALLEST_BYTES,
+            flops=0.0,
+            prepare=nothing,
+            figure=f"{way}_us",
+        )
     yield host("synchronize", "fp32", nothing, calls=1, waits=True)
     # What passes between the two events around no work is part of every other point's time.
     for operation, prepare in (("kernel_none", nothing), ("kernel_smallest", small)):

@@ -48,6 +48,7 @@ def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:
     operations = {curve.operation for curve in curves}
     assert {"all_reduce", "reduce_scatter", "matmul_nt", "attention_backward_sdpa"} < operations
     assert {"copy", "add", "layer_norm", "adamw", "launch_matmul", "synchronize"} < operations
+    assert {"launch_module_forward", "launch_module_backward"} < operations
     assert result["measured"]["left_out"] == []
     events = (tmp_path / "run" / "events-rank0.jsonl").read_text().splitlines()
     phases = [json.loads(line).get("name") for line in events]
