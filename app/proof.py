@@ -33,6 +33,7 @@ GPU_ONLY = (
     ("attention", "triton", "eager or sdpa"),
     ("loss", "fused_linear", "hf or chunked"),
     ("optimizer", "adamw_8bit", "adamw_fused"),
+    ("optimizer", "adamw_triton", "adamw_fused"),
 )
 
 

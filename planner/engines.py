@@ -19,6 +19,8 @@ class _Rules(NamedTuple):
     optimizers_reason: str = ""
 
 
+# planner/variants.py refuses these where parameters are not stepped in our engine's flat shards.
+_FLAT_ONLY = (Optimizer.ADAMW_TRITON, Optimizer.ADAMW_8BIT)
 _NO_MASTER = "keeps no fp32 master weights beside 16-bit parameters"
 _STOCK = (Precision.BF16, Precision.FP32, Precision.AUTOCAST)
 _RULES = {
@@ -71,7 +73,8 @@ def check_engine(workload: TrainingWorkload, parallelism: Parallelism) -> None:
         )
         raise PlanError("workload.precision", str(precision), allowed, sentence=sentence)
     if optimizer in rules.refused_optimizers:
-        others = _words([other for other in Optimizer if other not in rules.refused_optimizers])
+        left_out = (*rules.refused_optimizers, *_FLAT_ONLY)
+        others = _words([other for other in Optimizer if other not in left_out])
         sentence = (
             f"workload.optimizer is '{optimizer}': {rules.optimizers_reason}; with engine {engine} "
             f"use {others}."

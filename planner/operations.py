@@ -23,6 +23,7 @@ _OPTIMIZER_PASSES = {
     Optimizer.ADAMW_FUSED: 7,
     Optimizer.ADAMW_FOREACH: 20,
     Optimizer.ADAMW_LOOP: 20,
+    Optimizer.ADAMW_TRITON: 7,
     Optimizer.SGD: 8,
     # One kernel; its two states of a byte, in and out, count as one pass.
     Optimizer.ADAMW_8BIT: 4,

@@ -15,6 +15,7 @@ from planner.workload import (
     TrainingWorkload,
 )
 
+_FP32_STEPS = (Precision.MIXED, Precision.FP32, Precision.AUTOCAST)
 _WHOLE_MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 
 # Engines that step every parameter in its own shape, whatever the stage.
@@ -23,7 +24,7 @@ _WHOLE_PARAMETERS = (Engine.DDP, Engine.ZERO_REDUNDANCY)
 
 def check_variants(model: ModelSpec, workload: TrainingWorkload, parallelism: Parallelism) -> None:
     """Raise PlanError where a variant does not work under the engine; the sentence says why."""
-    _check_optimizer(workload.optimizer, parallelism)
+    _check_optimizer(workload, parallelism)
     _check_loss(workload.loss, parallelism)
     _check_sync(workload, parallelism)
     _check_trained(model, workload, parallelism)
@@ -32,8 +33,24 @@ def check_variants(model: ModelSpec, workload: TrainingWorkload, parallelism: Pa
     _check_base(workload, parallelism)
 
 
-def _check_optimizer(optimizer: Optimizer, parallelism: Parallelism) -> None:
+def _check_kernel(workload: TrainingWorkload, engine: Engine) -> None:
+    """Refuse our own AdamW kernel where its flat fp32 shards are not."""
+    optimizer, precision = workload.optimizer, workload.precision
+    if engine is not Engine.PEAKMARK:
+        raise _refused(optimizer, f"it steps our engine's flat shards, which {engine} has not")
+    if precision not in _FP32_STEPS:
+        sentence = (
+            f"workload.optimizer is '{optimizer}': it steps fp32 values, which precision {precision} "
+            "has not; use mixed, fp32 or autocast, or adamw_fused."
+        )
+        raise PlanError("workload.optimizer", str(optimizer), "adamw_fused", sentence=sentence)
+
+
+def _check_optimizer(workload: TrainingWorkload, parallelism: Parallelism) -> None:
+    optimizer = workload.optimizer
     engine, stage = parallelism.engine, parallelism.zero_stage
+    if optimizer is Optimizer.ADAMW_TRITON:
+        _check_kernel(workload, engine)
     if optimizer is Optimizer.ADAMW_8BIT and engine not in (Engine.PEAKMARK, Engine.DDP):
         raise _refused(optimizer, f"bitsandbytes cannot step the tensors of {engine}")
     if engine in _WHOLE_PARAMETERS:

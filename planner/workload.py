@@ -15,6 +15,7 @@ class Optimizer(StrEnum):
     ADAMW_FUSED = "adamw_fused"
     ADAMW_FOREACH = "adamw_foreach"
     ADAMW_LOOP = "adamw_loop"
+    ADAMW_TRITON = "adamw_triton"
     ADAMW_8BIT = "adamw_8bit"
     SGD = "sgd"
     ADAFACTOR = "adafactor"

@@ -120,7 +120,7 @@ been traced, and they are refused.
 | `rms_norm` | RMS norm | 4 bytes per row kept; backward: an fp32 row for each program, two per multiprocessor | torch's own, transformers' chain |
 | `swiglu` | silu(gate) x up | nothing: silu(gate) is made again | torch's chain, the same compiled |
 | `rope` | rotary embedding of query and key | nothing | transformers' chain, the same compiled |
-| `adamw` | one step over a flat fp32 shard with a 16-bit copy | nothing: all in place | torch's fused AdamW and a copy |
+| `adamw` | one step over a flat fp32 shard with a 16-bit copy; runs as the optimizer `adamw_triton` | nothing: all in place | torch's fused AdamW and a copy |
 | `linear_attention` | **another function**: causal linear attention with f = elu + 1, not softmax attention; tested in the interpreter and on an H200, compiled for sm_80 and sm_90 | 4 bytes per row and head kept; 4 D (D + 1) bytes per chunk of 32 or 64 tokens and key-value head, twice in the backward | torch's softmax attention, by length |
 | `decode` | attention of a few new tokens against a contiguous or paged cache in bf16, fp16, fp8 or int8; no gradients | with n splits, 4 n (D + 1) bytes per query and head | torch's attention, the rate of a copy |
 

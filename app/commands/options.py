@@ -51,7 +51,7 @@ TARGET_OPTIONS: Mapping[str, Any] = _options(
         "engine": ("peakmark, fsdp2, ddp, zero_redundancy or deepspeed.", str),
         "grad_accumulation": ("Micro-batches per optimizer step.", int),
         "optimizer": (
-            "adamw_fused, adamw_foreach, adamw_loop, adamw_8bit, sgd, adafactor or muon.",
+            "adamw_fused, adamw_foreach, adamw_loop, adamw_triton, adamw_8bit, sgd, adafactor or muon.",
             str,
         ),
         "precision": ("mixed, bf16, fp32 or autocast.", str),

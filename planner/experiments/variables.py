@@ -56,8 +56,13 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(_SYSTEM, Kind.SYSTEM),
     **dict.fromkeys(_WORK, Kind.WORK),
 }
-# AdamW's three ways to update give the same numbers: the rule is one thing, its kernel another.
-_ADAMW = {"adamw_fused": "fused", "adamw_foreach": "foreach", "adamw_loop": "loop"}
+# AdamW's ways to update give the same numbers: the rule is one thing, its kernel another.
+_ADAMW = {
+    "adamw_fused": "fused",
+    "adamw_foreach": "foreach",
+    "adamw_loop": "loop",
+    "adamw_triton": "our own",
+}
 Variables = dict[str, Any]
 
 

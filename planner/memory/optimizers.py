@@ -187,10 +187,15 @@ def keeps_step_on_device(optimizer: Optimizer, tensor: Stepped) -> bool:
     return optimizer is Optimizer.ADAMW_FUSED
 
 
+def casts_gradients(optimizer: Optimizer) -> bool:
+    """Whether 16-bit gradients are cast for a step of fp32 values: only our own kernel reads both."""
+    return optimizer is not Optimizer.ADAMW_TRITON
+
+
 def step_temporaries(optimizer: Optimizer, tensors: Sequence[Stepped]) -> Iterator[Binding]:
     """What one call of the optimizer's `step` over `tensors` binds and frees, in order.
 
-    Fused and 8-bit AdamW update in one kernel, SGD with momentum in place: they bind nothing.
+    Fused, 8-bit and our own AdamW update in one kernel, SGD with momentum in place: they bind nothing.
     Scalars are left out.
     """
     if optimizer is Optimizer.ADAMW_FOREACH:

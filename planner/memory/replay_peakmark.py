@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.memory.adapters import trained_groups
 from planner.memory.groups import GroupSizes, group_numels
-from planner.memory.optimizers import stepped_groups
+from planner.memory.optimizers import casts_gradients, stepped_groups
 from planner.memory.replay import Blocks, Memory
 from planner.memory.replay_base import EngineBase
 from planner.memory.sections import FLAT_GROUPS
@@ -51,7 +51,7 @@ class PeakmarkReplay(EngineBase):
         )
         if self._stage < 2 and self._sent != self._sizes.gradient:
             self.reduces_each = False  # these stages reduce after the last micro-batch anyway
-        self._casts = self._kept != self._sizes.state
+        self._casts = self._kept != self._sizes.state and casts_gradients(workload.optimizer)
         ranks = parallelism.world_size
         spread, own = group_numels(with_all_experts(spec)), group_numels(spec)
         trained = trained_groups(spec, workload)
@@ -254,7 +254,7 @@ class PeakmarkReplay(EngineBase):
         return numel
 
     def optimizer_step(self) -> None:
-        """Step group by group, with the gradient cast to fp32 beside a master copy."""
+        """Step group by group, with the gradient cast to fp32 where torch's optimizers step."""
         self._clip(sum(bool(self._stepped(group)) for group in self._groups))
         for group in self._groups:
             numel = self._stepped(group)

@@ -18,6 +18,7 @@ from planner.memory.adapters import Trained
 from planner.memory.groups import GroupSizes, PerLayer, Place, group_numels, group_shapes
 from planner.memory.optimizers import (
     State,
+    casts_gradients,
     optimizer_states,
     stepped_groups,
     temporaries_peak_bytes,
@@ -382,7 +383,8 @@ class PeakmarkStates:
 
     def optimizer_step(self) -> Parts:
         """Gradients and temporaries while the largest group's optimizer steps, in bytes."""
-        cast_bytes = self._bytes.state if self._bytes.state != self._kept else 0
+        casts = self._bytes.state != self._kept and casts_gradients(self._optimizer)
+        cast_bytes = self._bytes.state if casts else 0
         numels, tensors = self._stepped, self._tensors
         groups = [
             (numels.embedding, tensors.embedding),

@@ -16,7 +16,7 @@ from planner.operations import muon_flops, state_bytes, update_bytes
 from planner.speed.gpu_time import Part
 from planner.speed.rates import Rates
 from planner.speed.stream_kinds import stream_number
-from planner.workload import Engine, Optimizer, Precision, TrainingWorkload
+from planner.workload import Engine, Optimizer, Precision, ReduceDtype, TrainingWorkload
 
 _FP32_BYTES = 4
 # Estimated, not counted in its code, and chosen when recorded steps were known: DeepSpeed's step reads its
@@ -131,11 +131,16 @@ def update_parts(
     groups = sizes.groups
     is_master = workload.precision is Precision.MIXED
     state = "bf16" if workload.precision is Precision.BF16 else "fp32"
-    kind, update_bytes, kernels = _update(workload, local, groups)
+    is_own_kernel = workload.optimizer is Optimizer.ADAMW_TRITON
+    kind, update_bytes, kernels = (
+        _own_update(workload, stage, local, groups)
+        if is_own_kernel
+        else _update(workload, local, groups)
+    )
     parts = [_stream(rates, "optimizer", "update", kind, state, update_bytes, kernels)]
-    if is_master and engine is Engine.PEAKMARK:
+    if is_master and engine is Engine.PEAKMARK and not is_own_kernel:
         parts.append(_stream(rates, "optimizer", "update", "cast_up", "bf16", 6 * local, groups))
-    if is_master and stage == 0:
+    if is_master and stage == 0 and not is_own_kernel:
         parts.append(_stream(rates, "optimizer", "update", "cast_down", "fp32", 6 * local, groups))
     if engine is Engine.DEEPSPEED:
         moved = _DEEPSPEED_BYTES * local
@@ -150,6 +155,20 @@ def update_parts(
         time_s = flops / (0.6 * rates.peak_flop_s["bf16"])
         parts.append(Part("optimizer", "update", flops, 0.0, float(5 * groups), time_s))
     return parts
+
+
+def _own_update(
+    workload: TrainingWorkload, stage: int, local: Any, groups: int
+) -> tuple[str, Any, int]:
+    """(kind, bytes, kernels) of our own AdamW kernel, which runs at the rate of a copy.
+
+    Values and two moments are read and written in fp32, the gradient is read as it was reduced; stage 0
+    writes its 16-bit parameters too. The rate: recorded/kernels/h200-adamw.jsonl, 1.03 times a copy's.
+    """
+    is_mixed = workload.precision is Precision.MIXED
+    gradient_bytes = 2 if is_mixed and workload.reduce_dtype is not ReduceDtype.FP32 else 4
+    copy_bytes = 2 if is_mixed and stage == 0 else 0
+    return "copy", (6 * 4.0 + gradient_bytes + copy_bytes) * local, groups
 
 
 def _update(workload: TrainingWorkload, local: Any, groups: int) -> tuple[str, Any, int]:

@@ -35,7 +35,7 @@ from runners.zero.groups import (
     storage_bytes,
 )
 from runners.zero.offload import HostOptimizer, HostStepper, check_offload
-from runners.zero.optimizer import WHOLE_MATRIX_KINDS, ShardOptimizer
+from runners.zero.optimizer import WHOLE_MATRIX_KINDS, ShardOptimizer, shard_optimizer
 from runners.zero.reduction import Reducer
 from runners.zero.streams import SideStream
 
@@ -100,7 +100,7 @@ class ZeroEngine:
             self._optimizers, self._host = [*hosted], HostStepper(hosted)
         else:
             self._optimizers += [
-                ShardOptimizer(
+                shard_optimizer(
                     group.flat if stage == 0 else group.shard,
                     kind=optimizer,
                     lr=lr,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ _ADAMW_VARIANTS = {
 }
 # Adafactor means over rows and columns and Muon orthogonalises: both need a weight's own shape.
 WHOLE_MATRIX_KINDS = ("adafactor", "muon")
-KINDS = (*_ADAMW_VARIANTS, "sgd", "adamw_8bit", *WHOLE_MATRIX_KINDS)
+# All of them keep the same states.
+ADAMW_KINDS = (*_ADAMW_VARIANTS, "adamw_triton")
+KINDS = (*ADAMW_KINDS, "sgd", "adamw_8bit", *WHOLE_MATRIX_KINDS)
 
 
 def build_optimizers(
@@ -48,6 +51,11 @@ def build_optimizer(kind: str, tensors: Iterable[Tensor], lr: float) -> torch.op
         return torch.optim.Adafactor(tensors, lr=lr)
     if kind == "adamw_8bit":
         return _eight_bit_adamw(list(tensors), lr)
+    if kind == "adamw_triton":
+        # Imported here: Triton's import takes a while and the others have no use for it.
+        from runners.zero.triton_adamw import TritonAdamW
+
+        return TritonAdamW(tensors, lr)
     if kind not in _ADAMW_VARIANTS:
         raise ValueError(f"optimizer {kind!r} is not one of {', '.join(KINDS)}")
     foreach, fused = _ADAMW_VARIANTS[kind]
@@ -149,3 +157,13 @@ class ShardOptimizer:
         master = [] if self._master is self._shard else [self._master]
         states = [tensor for o in self._optimizers for tensor in state_tensors(o)]
         return storage_bytes([*states, *master])
+
+
+def shard_optimizer(shard: Tensor, *, kind: str, **options: Any) -> ShardOptimizer:
+    """Return the optimizer of one flat buffer [n]; see `ShardOptimizer` for the options."""
+    if kind != "adamw_triton":
+        return ShardOptimizer(shard, kind=kind, **options)
+    # Imported here, as it imports this module.
+    from runners.zero.triton_adamw import KernelOptimizer
+
+    return KernelOptimizer(shard, kind=kind, **options)

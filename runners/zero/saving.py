@@ -40,7 +40,7 @@ from runners.zero.checkpoint_plans import Piece, PieceLoadPlanner, PieceSavePlan
 from runners.zero.collectives import LocalCollectives, ProcessGroupCollectives
 from runners.zero.engine import ZeroEngine
 from runners.zero.groups import FlatGroup, Slot
-from runners.zero.optimizer import ShardOptimizer
+from runners.zero.optimizer import ADAMW_KINDS, ShardOptimizer
 
 States = list[dict[str, Tensor]]
 Answer = TypeVar("Answer")
@@ -253,7 +253,7 @@ def _family(engine: ZeroEngine) -> str:
     """Return the optimizer's kind; AdamW's variants keep the same states."""
     kinds = {optimizer.kind for _, optimizer in engine.stepped_groups() if optimizer}
     kind = kinds.pop()
-    return "adamw" if kind in ("adamw_fused", "adamw_foreach", "adamw_loop") else kind
+    return "adamw" if kind in ADAMW_KINDS else kind
 
 
 def _check_has_ranks(engine: ZeroEngine) -> None:

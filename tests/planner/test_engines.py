@@ -48,7 +48,7 @@ def test_an_engine_has_its_stages_only(engine: Engine) -> None:
             {"precision": Precision.BF16, "optimizer": Optimizer.MUON},
             "workload.optimizer is 'muon': ZeroRedundancyOptimizer wraps one optimizer, muon needs "
             "AdamW besides; with engine zero_redundancy use adamw_fused, adamw_foreach, "
-            "adamw_loop, adamw_8bit, sgd or adafactor.",
+            "adamw_loop, sgd or adafactor.",
         ),
     ],
 )

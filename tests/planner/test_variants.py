@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.errors import PlanError
+from planner.hardware import resolve_gpu
+from planner.memory.ideal import ideal_bytes
+from planner.memory.stages import step_memory
 from planner.memory.training import training_memory
 from planner.obstacles import check_training
 from planner.presets import resolve_model
-from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
+from planner.workload import Engine, Optimizer, Parallelism, Precision, TrainingWorkload
 
 SPEC = resolve_model("meta-llama/Llama-3.2-1B")
 
@@ -31,6 +36,40 @@ def test_eight_bit_adamw_runs_at_every_stage_of_our_engine() -> None:
         _check(Parallelism(zero_stage=stage), optimizer=Optimizer.ADAMW_8BIT)
     with pytest.raises(PlanError, match="bitsandbytes cannot step the tensors of fsdp2"):
         _check(Parallelism(engine=Engine.FSDP2), optimizer=Optimizer.ADAMW_8BIT)
+
+
+def test_our_adamw_kernel_steps_fp32_shards_of_our_engine() -> None:
+    for stage in range(4):
+        for precision in (Precision.MIXED, Precision.FP32, Precision.AUTOCAST):
+            chosen = {"optimizer": Optimizer.ADAMW_TRITON, "precision": precision}
+            _check(Parallelism(zero_stage=stage, world_size=4), **chosen)
+    for engine in (Engine.FSDP2, Engine.DEEPSPEED, Engine.DDP, Engine.ZERO_REDUNDANCY):
+        stage = {Engine.DDP: 0, Engine.ZERO_REDUNDANCY: 1}.get(engine, 2)
+        precision = Precision.MIXED if engine is Engine.DEEPSPEED else Precision.FP32
+        chosen = {"optimizer": Optimizer.ADAMW_TRITON, "precision": precision}
+        with pytest.raises(PlanError, match=f"which {engine} has not; use engine peakmark"):
+            _check(Parallelism(engine=engine, zero_stage=stage), **chosen)
+    with pytest.raises(PlanError, match="it steps fp32 values, which precision bf16 has not"):
+        _check(Parallelism(), optimizer=Optimizer.ADAMW_TRITON, precision=Precision.BF16)
+    with pytest.raises(PlanError, match="adamw_triton is not stepped on the host"):
+        spread = Parallelism(zero_stage=2, world_size=4)
+        _check(spread, optimizer=Optimizer.ADAMW_TRITON, offload_optimizer=True)
+
+
+def test_its_step_needs_no_gradient_in_fp32() -> None:
+    """By formula and by the allocator's replay: the peak is no longer the optimizer's, but the ideal."""
+    model, gpu = resolve_model("meta-llama/Llama-3.1-8B"), resolve_gpu("h200-sxm5-141gb")
+    workload = TrainingWorkload(sequence_length=64, optimizer=Optimizer.ADAMW_FUSED)
+    own = replace(workload, optimizer=Optimizer.ADAMW_TRITON)
+    spread = Parallelism(zero_stage=0, world_size=1)
+    ideal = ideal_bytes(model, own, spread, gpu)
+    for share in (0.05, None):
+        fused, ours = (step_memory(model, w, spread, gpu, share).worst for w in (workload, own))
+        assert (fused.peak_phase, ours.peak_phase) == ("optimizer", "backward_last")
+        # 16 bytes of each of 8,030,261,248 parameters, and the embedding's gradient cast to fp32.
+        held = 16 * 8_030_261_248
+        assert fused.allocated_bytes == pytest.approx(held + 4 * 128256 * 4096, rel=1e-3)
+        assert ours.allocated_bytes == pytest.approx(ideal, rel=2e-4)
 
 
 def _optimizer_bytes(optimizer: Optimizer) -> int:
