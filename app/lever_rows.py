@@ -34,7 +34,7 @@ def _levers(key: PlanKey, _plan: Plan) -> dict[str, list[Lever]]:
         "memory": saving(system, capacity_bytes),
         "time": speeding(system),
         "algorithm": of_kind(levers, Kind.ALGORITHM),
-        "fixes": [] if found is None else [*(found.singles or found.pairs)],
+        "fixes": [] if found is None else [*found.system],
         "algorithm_fixes": [] if found is None else [*found.algorithms],
         "closest": [] if found is None or found.closest is None else [found.closest],
     }

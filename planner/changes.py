@@ -74,7 +74,7 @@ class Change:
             return None
         parts = {*self.updates, *other.updates}
         return Change(
-            words=f"{self.words} and {other.words}",
+            words=f"{self.words.replace(' and ', ', ')} and {other.words}",
             kind=max(self.kind, other.kind, key=lambda kind: kind is Kind.ALGORITHM),
             updates={
                 part: {**self.updates.get(part, {}), **other.updates.get(part, {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby, islice
 from typing import Any
 
 from planner.changes import Change, Kind, changes_of, more_gpus
@@ -19,6 +19,8 @@ from planner.verdict import State
 MOST_SHOWN = 4
 # Of changes that fit by the formulas, so many are replayed at most.
 MOST_REPLAYED = 12
+# Of the pairs on one number of GPUs, those that need the least get a third change beside them.
+_EXTENDED = 3
 # Numbers of GPUs that are tried where none of the single changes fits.
 _FAR_FACTORS = (16, 32, 64, 128)
 _NOTICED_SHARE = 0.002
@@ -86,7 +88,7 @@ def _percent(ratio: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
-    """What makes a plan fit, the smallest first: single changes, else pairs; of the algorithm apart.
+    """What makes a plan fit, the smallest first: single changes, else two or three; of the algorithm apart.
 
     Smallest: the fewest GPUs more, then nothing else changed, then the least time per token. `closest`
     is the single change that needs the least memory where nothing fits.
@@ -94,14 +96,21 @@ class Remedies:
 
     singles: tuple[Lever, ...]
     pairs: tuple[Lever, ...]
+    triples: tuple[Lever, ...]
     algorithms: tuple[Lever, ...]
     closest: Lever | None
+
+    @property
+    def system(self) -> tuple[Lever, ...]:
+        """The fewest changes of the system that make it fit; none where not even three do."""
+        return self.singles or self.pairs or self.triples
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
             "singles": [lever.to_dict() for lever in self.singles],
             "pairs": [lever.to_dict() for lever in self.pairs],
+            "triples": [lever.to_dict() for lever in self.triples],
             "algorithms": [lever.to_dict() for lever in self.algorithms],
             "closest": None if self.closest is None else self.closest.to_dict(),
         }
@@ -176,8 +185,9 @@ def speeding(levers: Iterable[Lever]) -> list[Lever]:
 def remedies(plan: Plan, levers: Sequence[Lever], prediction: Prediction | None = None) -> Remedies:
     """Return the smallest changes that make a plan fit; `levers` are its own.
 
-    Where no single change of the system fits, many more GPUs are tried, then pairs, by the formulas
-    with the plan's share of segments. Whatever is returned was replayed.
+    Where no single change of the system fits, many more GPUs are tried, then pairs, then a third change
+    beside the closest pairs, by the formulas with the plan's share of segments. Whatever is returned
+    was replayed.
     """
     before = prediction or predict(plan)
     system, algorithm = of_kind(levers, Kind.SYSTEM), of_kind(levers, Kind.ALGORITHM)
@@ -185,15 +195,41 @@ def remedies(plan: Plan, levers: Sequence[Lever], prediction: Prediction | None 
     far = () if singles else tuple(more_gpus(plan, _FAR_FACTORS))
     singles = singles or _replayed(before, _likely(before, far))
     savers = [lever.change for lever in system if lever.saved_bytes > 0]
-    both = [pair for one, other in combinations((*savers, *far), 2) if (pair := one.beside(other))]
-    pairs = () if singles else _replayed(before, _likely(before, both))
+    pairs, triples = ((), ()) if singles else _together(before, [*savers, *far])
     closest = min(levers, key=lambda lever: lever.device_bytes, default=None)
     return Remedies(
         singles=singles,
         pairs=pairs,
+        triples=triples,
         algorithms=_replayed(before, _fitting(algorithm)),
-        closest=None if singles or pairs else closest,
+        closest=None if singles or pairs or triples else closest,
     )
+
+
+def _together(
+    before: Prediction, changes: Sequence[Change]
+) -> tuple[tuple[Lever, ...], tuple[Lever, ...]]:
+    """Return the pairs of changes that fit, the smallest first; where none does, the threes."""
+    share = _segment_share(before)
+    both = [pair for one, other in combinations(changes, 2) if (pair := one.beside(other))]
+    levers = [lever for pair in both if (lever := _lever(before, pair, share))]
+    pairs = _replayed(before, _fitting(levers))
+    if pairs:
+        return pairs, ()
+    threes = {
+        frozenset({*lever.change.words.split(" and "), change.words}): three
+        for lever in _closest_on_each(levers)
+        for change in changes
+        if (three := lever.change.beside(change))
+    }
+    return (), _replayed(before, _likely(before, threes.values()))
+
+
+def _closest_on_each(levers: Sequence[Lever]) -> list[Lever]:
+    """Return the few levers on each number of GPUs that need the least memory."""
+    by_need = sorted(levers, key=lambda lever: (lever.gpu_ratio, lever.device_bytes))
+    groups = groupby(by_need, key=lambda lever: lever.gpu_ratio)
+    return [lever for _, group in groups for lever in islice(group, _EXTENDED)]
 
 
 def _size(lever: Lever) -> tuple[Any, ...]:

@@ -61,7 +61,7 @@ def model_presets() -> tuple[ModelPreset, ...]:
     return tuple(preset for preset in all_presets() if preset.supported)
 
 
-_NEAR = 3
+_NEAR, _LISTED = 3, 8
 # All but letters, digits and the point within a number: "opt-1.3b" is not "opt-13b".
 _PUNCTUATION = re.compile(r"(?<!\d)\.|\.(?!\d)|[^\w.]|_")
 
@@ -88,7 +88,9 @@ def find_by_name(field: str, name: object, ids: Sequence[str]) -> str:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            listed = ", ".join(matches)
+            listed = ", ".join(matches[:_LISTED])
+            if len(matches) > _LISTED:
+                listed += f" and {len(matches) - _LISTED} more (`peakmark presets` lists all)"
             sentence = f"{field} {describe_value(name)} could be any of {listed}: write one fully."
             raise PlanError(field, name, listed, sentence=sentence)
     close = get_close_matches(wanted, list(shorts.values()), n=_NEAR, cutoff=0.0)

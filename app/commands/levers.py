@@ -63,11 +63,11 @@ def levers_command(*, chosen: Mapping[str, Any], json: JsonFlag = False) -> None
 
 def print_remedies(found: Remedies) -> None:
     """Print what would make the plan fit."""
-    answers = found.singles or found.pairs
+    answers = found.system
     if answers:
         print_levers("What would make it fit, the smallest change first", answers)
     elif found.closest is not None:
-        print_line(f"No two changes make it fit; closest is {found.closest.change.words}.")
+        print_line(f"No three changes make it fit; closest is {found.closest.change.words}.")
     print_levers("What would make another model or training fit", found.algorithms)
 
 

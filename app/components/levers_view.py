@@ -25,9 +25,8 @@ def show_remedies(plan: Plan, unit: str) -> None:
     with st.container(border=True, key="remedies"):
         st.markdown("#### What would make it fit?")
         if found["fixes"]:
-            pairs = " and " in found["fixes"][0].change.words
             st.caption(
-                f"{'Two changes' if pairs else 'One change'}, the smallest first: on as few GPUs, with "
+                f"{_number(found['fixes'][0])}, the smallest first: on as few GPUs, with "
                 "nothing else changed, in the least time."
             )
             _buttons(plan, found["fixes"], "fix", unit)
@@ -38,12 +37,18 @@ def show_remedies(plan: Plan, unit: str) -> None:
             _buttons(plan, found["algorithm_fixes"], "algorithm_fix", unit)
 
 
+def _number(lever: Lever) -> str:
+    """Return of how many changes a lever is, in words."""
+    words = lever.change.words
+    return "Three changes" if ", " in words else "Two changes" if " and " in words else "One change"
+
+
 def _hopeless(closest: Sequence[Lever], unit: str) -> str:
     if not closest:
         return "No single change of this plan can be planned."
     size = size_text(closest[0].device_bytes, unit)
     return (
-        f"No two changes make it fit. Closest is **{closest[0].change.words}**, which still needs "
+        f"No three changes make it fit. Closest is **{closest[0].change.words}**, which still needs "
         f"{size} per GPU."
     )
 

@@ -168,6 +168,28 @@ def test_two_changes_are_sought_where_one_is_not_enough() -> None:
         assert predict(lever.plan).verdict.state is State.FITS
 
 
+def test_three_changes_are_sought_where_two_are_not_enough() -> None:
+    """8B parameters, eager, 16k tokens, one H200: stored scores, activations and logits are each too much."""
+    workload = {"sequence_length": 16_384, "attention": "eager"}
+    far = plan_of("llama-3.1-8b", workload=workload, parallelism={"world_size": 1, "zero_stage": 0})
+    before = predict(far)
+    found = remedies(far, levers_of(far, before, replay=False), before)
+    assert found.triples and not (found.singles or found.pairs) and found.closest is None
+    assert found.system == found.triples
+    for lever in found.triples:
+        assert lever.change.words.count(", ") == lever.change.words.count(" and ") == 1
+        assert predict(lever.plan).verdict.state is State.FITS
+    # None of the two that are left without one of the three is enough.
+    document = far.to_dict()
+    for values in (
+        {"attention": "triton", "checkpointing": "full"},
+        {"attention": "triton", "loss": "fused_linear"},
+        {"checkpointing": "full", "loss": "fused_linear"},
+    ):
+        two = {**document, "workload": {**document["workload"], **values}}
+        assert predict(parse_plan(two)).verdict.state is not State.FITS
+
+
 def test_the_same_gpus_are_a_smaller_change_than_more() -> None:
     alone = plan_of(gpu_gib=8, parallelism={"world_size": 1}, workload={"sequence_length": 256})
     levers = levers_of(alone)
@@ -183,7 +205,7 @@ def test_nothing_may_be_enough() -> None:
     hopeless = plan_of(gpu_gib=1, workload={"sequence_length": 8192, "attention": "eager"})
     levers = levers_of(hopeless)
     found = remedies(hopeless, levers)
-    assert not (found.singles or found.pairs)
+    assert not found.system
     assert found.closest is not None
     assert found.closest.device_bytes == min(lever.device_bytes for lever in levers)
     assert found.to_dict()["closest"]["change"] == found.closest.change.words
