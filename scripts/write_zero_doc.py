@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from planner.accuracy import AccuracyReport
+from planner.beside_runs import kernel_lines, offloaded_lines
 from planner.calibration import Curve, bandwidth_lines
-from planner.offloaded_runs import offloaded_lines
-from planner.plan import parse_plan
+from planner.real_lines import real_line
 from planner.real_ranks import RealRun, real_runs
 from planner.records import Kind, RecordedRow, read_file
 from planner.same_run import SameRunPair, geometric_mean, same_run_pairs
@@ -53,6 +53,8 @@ computing, not for communication). Sizes are GiB of **allocated** memory, rank 0
   **above** is how far the measured peak is from it.
 - The split is the prediction's, at the peak. Gradients being reduced count as gradients; "rest" are
   temporaries, library workspaces and the rounding to blocks.
+- In tables of peaks "too much" is a predicted peak that does not fit into the GPU with what is beside it,
+  "out of memory" one that was tried and did not.
 - **sent**: full buffers of all collectives of a step as the run counted them. "=" says that calls and
   bytes of every collective equal the formula exactly (`planner/payloads.py`): 2 P for stages 0 to 2
   (an all-reduce counts twice: a ring passes it twice), 3 P less the ends for stage 3, plus padding.
@@ -77,14 +79,16 @@ WHY_HIGHER = """: no tensor more, but
 """
 HOW_PEAKS = """
 Peak by stage and number of ranks: **measured**, one rank alone; in brackets predicted, where nothing was.
-"Too much" is a predicted peak that does not fit into the GPU with what is beside it, "out of memory" one
-that was tried and did not.
 """
 HOW_OFFLOADED = """
 `offload_optimizer` keeps and steps the optimizer in host memory. **here** is the device's peak, **kept** that of the
 same plan with its optimizer there, **host** what the run held in host memory and, predicted, with pinned buffers rounded
 up as torch does; **adds** what it adds to a step at least. These steps had a thread on each of 32 CPUs that others used
 too: 24 ms a group, be it 6 or 27 million elements; alone it is 2 and 8, with the 16 threads there are now 2 and 10 ms.
+"""
+HOW_OWN_KERNEL = """
+`adamw_triton` beside `adamw_fused`, the same plan in one run of rows: peaks beside the least that the stage can hold,
+the optimizer's phase and the whole step, one rank alone.
 """
 HOW_TIMED = """
 `python -m runners.bench_engines recorded/matrices/same_run.json OUT` runs each plan four times on one
@@ -106,8 +110,9 @@ two smaller models wait for the host, which takes a tenth more or less from run 
 compared in turns, above.
 """
 HOW_ALIKE = """
-{ranks} x {gpu}, torch {torch}, NCCL {nccl}: tiny models, deterministic kernels, NCCL's own sums of two. Bit by
-bit: all ranks' losses, what was reduced, the parameters at the end. One rank has two micro-batches for two's one.
+{ranks} x {gpu}, torch {torch}, NCCL {nccl}{peer}: tiny models, deterministic kernels, NCCL's own sums of two. Bit by
+bit: all ranks' losses, what was reduced, the parameters at the end. One rank has two micro-batches for two's one;
+FSDP2, where it is among them, begins with numbers that bf16 holds, to which the others round.
 """
 
 
@@ -138,6 +143,7 @@ def render(groups: Mapping[str, Sequence[Point]], rows: Sequence[RecordedRow]) -
     parts += _alike(ROOT / "recorded" / "equality")
     parts += _saved(rows)
     parts += _offloaded(rows)
+    parts += _own_kernel(rows)
     parts += _deepspeed(groups)
     return "\n".join(parts) + "\n"
 
@@ -385,44 +391,9 @@ def _real(runs: Sequence[RealRun]) -> Iterator[str]:
     apart = [run.ranks_apart_bytes for run in runs]
     yield (
         f"Allocated, reserved and device bytes of all ranks are equal in {apart.count(0)} of {len(runs)} "
-        f"runs, and at most {max(apart) / MIB_BYTES:.1f} MiB apart.\n"
+        f"runs, and at most {max(apart) / MIB_BYTES:.1f} MiB apart."
     )
-    yield (
-        "| plan | engine | stage | N | allocated | alone | reserved | alone | device | alone | step ms "
-        "| alone | exposed ms | collectives | losses |"
-    )
-    yield "|---|---|--:|--:|" + "--:|" * 9 + "---|--:|"
-    for run in runs:
-        yield _real_line(run)
-
-
-def _real_line(run: RealRun) -> str:
-    plan = parse_plan(run.row.spec["plan"])
-    spread = plan.parallelism
-    seen = run.row.measured
-    alone = {} if run.alone is None else run.alone.measured
-    sizes = [
-        _gib(found[key]) if found.get(key) else "-"
-        for key in ("allocated_bytes", "reserved_bytes", "device_bytes")
-        for found in (seen, alone)
-    ]
-    times = [
-        f"{1000 * s:.1f}" if (s := found.get("step_time_s")) else "-" for found in (seen, alone)
-    ]
-    sent = "; ".join(
-        f"{one.collective.replace('_', '-')} {one.calls} x, {_gib(one.payload_bytes)} GiB in "
-        f"{1000 * one.time_s:.1f} ms, {one.bus_bytes_s / 1e9:.0f} GB/s"
-        for one in run.collectives()
-    )
-    exposed, losses = run.exposed_s, run.loss_distance
-    cells = (
-        *(work_title(plan), str(spread.engine), str(spread.zero_stage), str(spread.world_size)),
-        *(*sizes, *times),
-        "-" if exposed is None else f"{1000 * exposed:.1f}",
-        f"{sent}; with waits" if sent and run.holds_waits else sent or "-",
-        "-" if losses is None else f"{losses:.1e}" if losses else "equal",
-    )
-    return f"| {' | '.join(cells)} |"
+    yield from _plain_table(list(map(real_line, runs)))
 
 
 def _alike(directory: Path) -> Iterator[str]:
@@ -431,7 +402,8 @@ def _alike(directory: Path) -> Iterator[str]:
         first, *compared = map(json.loads, path.read_text().splitlines())
         where = first["environment"]
         yield f"\n## Alike value by value over {where['world'].upper()}\n"
-        yield HOW_ALIKE.format(**where).strip("\n")
+        peer = f", DeepSpeed {where['deepspeed']}" if "deepspeed" in where else ""
+        yield HOW_ALIKE.format(**where, peer=peer).strip("\n")
         yield from _plain_table(alike_lines(compared))
 
 
@@ -464,6 +436,15 @@ def _offloaded(rows: Sequence[RecordedRow]) -> Iterator[str]:
     if lines:
         yield "\n## The optimizer in host memory"
         yield HOW_OFFLOADED.rstrip("\n")
+        yield from _plain_table(lines)
+
+
+def _own_kernel(rows: Sequence[RecordedRow]) -> Iterator[str]:
+    """Tabulate runs that our AdamW kernel stepped, beside torch's."""
+    lines = kernel_lines((row.spec, row.measured) for row in rows)
+    if lines:
+        yield "\n## Our AdamW kernel"
+        yield HOW_OWN_KERNEL.rstrip("\n")
         yield from _plain_table(lines)
 
 

@@ -1,4 +1,4 @@
-"""What is told of runs whose optimizer was in host memory."""
+"""Runs beside the same plan with one choice made otherwise: offloading, our AdamW kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.offloaded_runs import offloaded_lines
+from planner.beside_runs import kernel_lines, offloaded_lines
 from planner.zero import work_of
 
 GIB = 2**30
@@ -58,3 +58,21 @@ def test_other_work_is_left_out_and_a_plan_never_run_otherwise_says_so() -> None
     own = work_of(spec()["plan"])[0]
     assert [line["kept"] for line in offloaded_lines(seen, own)] == ["-"]
     assert offloaded_lines(seen, work_of(spec(micro_batch=2)["plan"])[0]) == []
+
+
+def test_our_kernel_stands_beside_torchs_and_the_ideal() -> None:
+    torchs = {**measured(14, 0.3), "optimizer_time_s": 0.05}
+    ours = {**measured(13, 0.28), "optimizer_time_s": 0.03}
+    seen = [
+        (spec(optimizer="adamw_triton", ranks=1), ours),
+        (spec(optimizer="adamw_foreach", ranks=1), measured(20, 1)),
+        # The default, so it need not be written.
+        (spec(ranks=1), torchs),
+    ]
+    [line] = kernel_lines(seen)
+    assert line["plan"] == "Qwen2.5-0.5B, 1 x 1,024 tokens, mixed, sdpa, checkpointing none"
+    assert (line["peak"], line["torch's peak"]) == ("13.00", "14.00")
+    assert (line["optimizer ms"], line["torch's ms"]) == ("30.0", "50.0")
+    assert (line["step ms"], line["torch's step ms"]) == ("280.0", "300.0")
+    # fp32 values and two moments of 494 million parameters are 5.5 GiB.
+    assert float(line["ideal"]) > 5.5
