@@ -432,16 +432,21 @@ def _plain_table(lines: Sequence[Mapping[str, str]]) -> Iterator[str]:
 
 def _offloaded(rows: Sequence[RecordedRow]) -> Iterator[str]:
     """Tabulate runs whose optimizer was in host memory beside the same plans with it on the device."""
-    lines = offloaded_lines((row.spec, row.measured) for row in rows)
+    lines = offloaded_lines(_in_time(rows))
     if lines:
         yield "\n## The optimizer in host memory"
         yield HOW_OFFLOADED.rstrip("\n")
         yield from _plain_table(lines)
 
 
+def _in_time(rows: Sequence[RecordedRow]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    ordered = sorted(rows, key=lambda row: row.recorded_at)
+    return [(row.spec, row.measured) for row in ordered]
+
+
 def _own_kernel(rows: Sequence[RecordedRow]) -> Iterator[str]:
     """Tabulate runs that our AdamW kernel stepped, beside torch's."""
-    lines = kernel_lines((row.spec, row.measured) for row in rows)
+    lines = kernel_lines(_in_time(rows))
     if lines:
         yield "\n## Our AdamW kernel"
         yield HOW_OWN_KERNEL.rstrip("\n")

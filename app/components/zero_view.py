@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import real_rows, services, zero_rows
+from app import real_rows, services, zero_beside, zero_rows
 from app.charts.style import size_text
 from app.charts.zero import holds_figure, sends_figure
 from app.components.current_plan import current_document, keep_plan_in_url
@@ -51,6 +51,8 @@ def show_zero_page() -> None:
             _sends(found["rows"], plan)
         _timed(timed)
         _real(plan)
+        _beside(plan)
+        _alike()
         _refused(found["refused"])
 
 
@@ -210,7 +212,7 @@ def _real(plan: Plan) -> None:
         f"{which}One process per GPU over NCCL, and (alone) the same plan as one rank by itself; rank "
         "0. Exposed: how long only collectives ran in a traced step, which is what it waits for. "
         "Losses: the largest distance of a step's loss from our engine's lowest stage (attention's backward "
-        "adds up in no fixed order; docs/zero.md compares bit by bit with kernels that do); FSDP2 begins with "
+        "adds up in no fixed order; below they are compared with kernels that do); FSDP2 begins with "
         "fp32 numbers that ours rounds to bf16, and from the same ones trains alike."
     )
     chosen = unit()
@@ -224,6 +226,33 @@ def _real(plan: Plan) -> None:
     )
     timed = real_rows.collective_table(lines, lambda size: size_text(size, chosen))
     show_table(timed, key="zero_real_sent", title="Collectives timed between GPUs")
+
+
+def _beside(plan: Plan) -> None:
+    """Draw runs of the plan's work that offloaded the optimizer, or stepped it with our kernel."""
+    if offloaded := zero_beside.offloaded_like(plan):
+        st.markdown("### The optimizer in host memory")
+        st.caption(
+            "Peak on the device, and (kept) of the same plan with its optimizer there; what the run held in "
+            "host memory, and predicted; the step's time beside that plan's, and what the host adds to it "
+            "at least. GiB and milliseconds."
+        )
+        show_table(offloaded, key="zero_offloaded", title="The optimizer in host memory")
+    if kernels := zero_beside.kernels_like(plan):
+        st.markdown("### Our AdamW kernel beside torch's")
+        st.caption(
+            "Optimizer adamw_triton and adamw_fused at the same plan: peaks, the optimizer's phase and the "
+            "whole step. GiB and milliseconds."
+        )
+        show_table(kernels, key="zero_kernels", title="Our AdamW kernel beside torch's")
+
+
+def _alike() -> None:
+    lines = zero_beside.alike()
+    if lines:
+        st.markdown("### The same numbers from every stage and engine")
+        st.caption(zero_beside.alike_sentence(lines))
+        show_table(lines, key="zero_alike", title="Trainings compared value by value")
 
 
 def _refused(refused: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
-from app import zero_rows
+from app import zero_beside, zero_rows
 from app.components.problems import OUR_FAULT
 from planner.units import GIB_BYTES as GIB
 from planner.units import format_bytes
@@ -71,6 +71,25 @@ def test_real_ranks_stand_beside_one_alone(opened: Opened) -> None:
     assert gathers["with waits"] == "yes"
     other = page(opened, model="Qwen/Qwen2.5-0.5B", gpus="2", seq="1024")
     assert "No stored run of this plan's work had several GPUs; these had." in texts(other)
+
+
+def test_offloading_says_what_it_costs_and_stages_that_they_train_alike(opened: Opened) -> None:
+    app = page(opened, model="Qwen/Qwen3-1.7B", gpus="8", stage="3")
+    offloaded = next(frame.value for frame in app.dataframe if "kept: step ms" in frame.value)
+    three = offloaded[(offloaded["stage"] == "3") & (offloaded["N"] == "8")].iloc[0]
+    # 22.11 GiB with the optimizer on the device; on the host are 12 bytes of an eighth of 1.72 billion
+    # parameters and the buffers.
+    assert float(three["here"]) < float(three["kept"]) == 22.11
+    assert 12 * 1.72e9 / 8 / GIB < float(three["host"]) < 3.2
+    alike = next(frame.value for frame in app.dataframe if "compared with" in frame.value)
+    assert {"peakmark, stage 1", "peakmark, stage 3", "ddp, stage 0"} <= set(alike["trained by"])
+    assert f"{len(alike)} of {len(alike)} trainings" in texts(app)
+
+
+def test_a_training_that_differs_is_not_counted_as_alike() -> None:
+    equal = {"losses": "equal", "gradients": "-", "parameters": "equal"}
+    lines = [equal, {**equal, "gradients": "differ"}]
+    assert zero_beside.alike_sentence(lines).startswith("1 of 2 trainings")
 
 
 def line(stage: int, peak: int, sent: float) -> dict[str, Any]:
