@@ -8,6 +8,7 @@ from app.components.compare_tray import show_compare_button
 from app.components.header import show_header
 from app.components.link import link_once, tell_refused
 from app.components.problems import told_in_one_sentence
+from app.predictions import begin_at_full_speed
 
 SIDEBAR_WIDTH_PX = 370
 
@@ -110,6 +111,7 @@ page = st.navigation(
     },
     position="top",
 )
+begin_at_full_speed()
 header = st.container()
 link = link_once()
 notices = st.container()

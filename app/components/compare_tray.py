@@ -51,14 +51,38 @@ def show_compare_button(page_title: str) -> None:
 def add_current() -> None:
     """Add the plan on the page; says in a toast what became of it."""
     try:
-        document = current_document()
-        if document is None:
-            raise PlanError(
-                "model", None, "given", sentence="Give a model first: the plan has none."
-            )
-        st.toast(add_document(document, current_values()))
+        st.toast(add_document(_document_here(), current_values()))
     except services.PROBLEMS as problem:
         st.toast(str(problem), icon=":material/error:")
+
+
+def add_example() -> None:
+    """Add the plan on the page and others that differ in one choice each; says in a toast what cannot be."""
+    try:
+        document = _document_here()
+        for changes in examples_of(document):
+            add_document({**document, "workload": {**document["workload"], **changes}})
+    except services.PROBLEMS as problem:
+        st.toast(str(problem), icon=":material/error:")
+
+
+def _document_here() -> dict[str, Any]:
+    """Return the plan on the page; raises PlanError while its model is not given."""
+    document = current_document()
+    if document is None:
+        sentence = "Give a model first: the plan has none."
+        raise PlanError("model", None, "given", sentence=sentence)
+    return document
+
+
+def examples_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a training plan's examples change of its workload: nothing, checkpointing, attention."""
+    workload = document["workload"]
+    if document["job"] != "train":
+        return [{}, {"sequences": 2 * workload["sequences"]}]
+    checkpointing = "none" if workload["checkpointing"] == "full" else "full"
+    attention = "sdpa" if workload["attention"] == "eager" else "eager"
+    return [{}, {"checkpointing": checkpointing, "checkpoint_every": 1}, {"attention": attention}]
 
 
 def add_document(document: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> str:

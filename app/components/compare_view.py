@@ -46,6 +46,13 @@ def show_compare_page() -> None:
         if not links:
             keep_plan_in_url()
             st.info(EMPTY, icon=":material/compare_arrows:")
+            st.button(
+                "Show an example of this plan",
+                icon=":material/compare_arrows:",
+                key="compare_example",
+                on_click=compare_tray.add_example,
+                help="The plan with full checkpointing and with eager attention beside it.",
+            )
             return
         if len(links) > MAX_PLANS:
             st.warning(f"The link holds {len(links)} plans: the first {MAX_PLANS} are shown.")

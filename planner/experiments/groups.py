@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.checks import canonical_json
 from planner.experiments.lines import FIGURES, Line
-from planner.experiments.variables import KINDS, MODEL_DIMENSIONS, Kind
+from planner.experiments.variables import KINDS, MEASURED, MODEL_DIMENSIONS, Kind
 
 # A separation that comes about by chance less often than this is taken as real.
 LEVEL = 0.05
@@ -116,6 +116,10 @@ def flags(baseline: Group, other: Group) -> list[str]:
             f"changes both the algorithm ({_listed(algorithm)}) and the system ({_listed(system)}): "
             "no difference can be put down to either. Change one at a time."
         )
+    measured = [change for change in work if change.column in MEASURED]
+    work = [change for change in work if change.column not in MEASURED]
+    if measured:
+        sentences.append(f"was measured otherwise ({_listed(measured)}).")
     if work:
         sentences.append(
             f"does other work ({_listed(work)}): figures of a whole step or request do not compare, "

@@ -51,6 +51,8 @@ _WORK = (
     *("job", "sequence length", "micro-batch", "accumulation", "batch", "context", "new tokens"),
     *("requests", "begins from", "rank", "warm-up steps", "steps", "seed"),
 )
+# Of these a step or request takes no longer: they are how often it was measured.
+MEASURED = frozenset({"warm-up steps", "steps", "seed"})
 KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(_ALGORITHM, Kind.ALGORITHM),
     **dict.fromkeys(_SYSTEM, Kind.SYSTEM),

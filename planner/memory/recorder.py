@@ -304,7 +304,7 @@ class Recorder:
 def _compiled_or_none() -> Callable[..., None] | None:
     """The compiled code, if it is loaded; it is begun to be when it starts to be worth it."""
     if not _compiled and next(_num_served) == _NUM_INTERPRETED:
-        Thread(target=_load_or_say_why).start()
+        begin_to_load()
     return _compiled[0] if _compiled else None
 
 
@@ -319,6 +319,13 @@ def load_compiled() -> None:
         nothing = np.empty(0, dtype=np.int64)
         small.program()._serve(nothing, _ROOM, 1, NOTHING, False, False, serve)
         _compiled.append(serve)
+
+
+def begin_to_load() -> Thread:
+    """Load the compiled code beside what goes on, as a server does at its start; return the thread."""
+    thread = Thread(target=_load_or_say_why)
+    thread.start()
+    return thread
 
 
 def _load_or_say_why() -> None:

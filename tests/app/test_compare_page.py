@@ -42,6 +42,24 @@ def whole(app: AppTest) -> AppTest:
     return app
 
 
+@pytest.mark.parametrize(
+    ("query", "what"),
+    [
+        ({}, ["checkpointing", "attention"]),
+        ({"checkpointing": "full", "attention": "eager"}, ["checkpointing", "attention"]),
+        ({"job": "serve"}, ["sequences"]),
+    ],
+)
+def test_an_empty_page_offers_an_example(
+    database_url: str, query: dict[str, str], what: list[str]
+) -> None:
+    app = page(model="Qwen/Qwen2.5-0.5B", **query)
+    assert "No plan is here yet" in texts(app)
+    app = whole(app.button(key="compare_example").click().run())
+    assert sorted(app.dataframe[0].value["what"]) == sorted(what)
+    assert not app.error
+
+
 def test_the_plans_of_the_address_are_compared(database_url: str) -> None:
     second = f"{SMALL}&checkpointing=full&zero=1"
     app = page(plan_1=SMALL, plan_2=second, plan_3=f"{SMALL}&engine=fsdp2&zero=0", baseline="B")

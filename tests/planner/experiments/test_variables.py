@@ -123,6 +123,11 @@ def test_a_world_and_a_precision_at_once_are_flagged_with_what_changed() -> None
     assert flag.startswith("does other work (micro-batch: 1 → 2)")
 
 
+def test_more_steps_are_no_other_work_of_a_step() -> None:
+    base, longer = groups_of(changed(TRAIN, "steps", value=3), changed(TRAIN, "steps", value=10))
+    assert flags(base, longer) == ["was measured otherwise (steps: 3 → 10)."]
+
+
 def test_only_what_varies_is_a_column() -> None:
     specs = (TRAIN, changed(TRAIN, "plan", "parallelism", "zero_stage", value=1))
     lines = [line for spec in specs for line in lines_of(seen(spec))]

@@ -222,6 +222,12 @@ def test_sizes_that_follow_from_the_batch_can_be_others() -> None:
     assert program.serve(nothing).allocated_bytes == 4 * 512
 
 
+def test_a_server_loads_the_compiled_code_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_compiled", [])
+    recording.begin_to_load().join(timeout=120)
+    assert recording.how_served() == "compiled by numba"
+
+
 def test_where_numba_is_broken_python_serves_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
