@@ -158,7 +158,7 @@ def report(found: AttentionAnswer, detail: RunDetail | None, seen: Mapping[Varia
     title = (
         f"{problem.batch} x {problem.sequence_length:,} tokens, {problem.heads}/{problem.kv_heads} "
         f"heads of {problem.head_dim}, {problem.dtype}, {'causal' if problem.causal else 'full'}, "
-        f"{found.gpu.name}; times are bounds from below ({found.to_dict()['label']})"
+        f"{found.gpu.name}; times by {found.rates}"
     )
     print_table(make_table(title, WORDS, FIGURES, list(rows(found, seen))))
     for one in found.variants:

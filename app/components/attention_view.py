@@ -120,8 +120,8 @@ def _bars(found: AttentionAnswer, best: Best, direction: str) -> None:
             "seconds",
             key="attention_time",
             title=f"Time of the {direction}",
-            caption="Predicted: the sum of the kernels' rooflines at the vendor's rates, which no kernel "
-            f"reaches: a bound from below. Measured: medians, cold L2 cache. {_said(times, found)}",
+            caption=f"Predicted: each kernel at the rate of its kind ({found.rates}). Measured: medians, cold "
+            f"L2 cache. {_said(times, found)}",
         )
     with right:
         _figure(
@@ -233,8 +233,8 @@ def _curves(found: AttentionAnswer, seen: Sequence[Seen], direction: str) -> Non
             charts.time_curves_figure(lines, times, direction),
             key="attention_time_curves",
             title=f"Time of the {direction} over the sequence",
-            caption="Predicted (lines, a bound from below) and measured (filled). A cross ends the line of "
-            "what does not fit the GPU beyond.",
+            caption="Predicted (lines) and measured (filled). A cross ends the line of what does not fit the "
+            "GPU beyond.",
             rows=rows,
         )
 

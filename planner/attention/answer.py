@@ -19,11 +19,12 @@ from planner.attention.problem import (
     is_exact,
     obstacle,
 )
+from planner.attention.times import expected_s
 from planner.errors import PlanError
 from planner.hardware import Gpu
+from planner.speed.calibrated import rates_of
 
 DIRECTIONS = (FORWARD, BACKWARD)
-LABEL = "formula, not calibrated"
 CURVE_LENGTHS = tuple(2**power for power in range(9, 18))
 
 WORDS: Mapping[Variant, str] = {
@@ -39,11 +40,16 @@ WORDS: Mapping[Variant, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One direction of a variant: FLOPs, HBM bytes, roofline time and what bounds most of it."""
+    """One direction of a variant: FLOPs, HBM bytes, its time, and what bounds it.
+
+    `time_s` is at measured rates; `roofline_s` at the vendor's, which no kernel reaches, and `bound`
+    says what most of that is spent on: compute or hbm.
+    """
 
     flops: float
     hbm_bytes: float
     time_s: float
+    roofline_s: float
     bound: str
 
 
@@ -85,10 +91,15 @@ class AttentionAnswer:
     variants: tuple[VariantAnswer, ...]
     refused: Mapping[str, str]
 
+    @property
+    def rates(self) -> str:
+        """Where the rates of its times are from."""
+        return rates_of(self.gpu).source
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, with its label."""
+        """Return the JSON form, with where the rates of its times are from."""
         return {
-            "label": LABEL,
+            "rates": self.rates,
             "problem": self.problem.to_dict(),
             "gpu": self.gpu.to_dict(),
             "visible_bytes": self.gpu.visible_bytes,
@@ -154,10 +165,12 @@ def _pass(problem: AttentionProblem, variant: Variant, gpu: Gpu, direction: str)
     for part in parts:
         is_compute = part.flops * gpu.mem_bandwidth_bytes_s >= part.bytes * part.flop_s(gpu)
         spent["compute" if is_compute else "hbm"] += float(time_s((part,), gpu))
+    length = float(problem.sequence_length)
     return Pass(
         flops=float(flops(parts)),
         hbm_bytes=float(moved_bytes(parts)),
-        time_s=float(time_s(parts, gpu)),
+        time_s=float(expected_s(problem, variant, gpu, direction, length)),
+        roofline_s=float(time_s(parts, gpu)),
         bound=max(spent, key=lambda bound: spent[bound]),
     )
 
@@ -223,8 +236,8 @@ def curves(
         if _refusal(problem, variant, gpu) is not None:
             continue
         columns = {
-            "forward_s": time_s(work(problem, variant, gpu, FORWARD, lengths), gpu),
-            "backward_s": time_s(work(problem, variant, gpu, BACKWARD, lengths), gpu),
+            "forward_s": expected_s(problem, variant, gpu, FORWARD, lengths),
+            "backward_s": expected_s(problem, variant, gpu, BACKWARD, lengths),
             "peak_bytes": footprint(problem, variant, gpu, lengths).peak_bytes(),
             "device_bytes": _device_bytes(problem, variant, gpu, lengths),
         }

@@ -20,6 +20,7 @@ from planner.hardware import Gpu
 
 # Two products forward; in the backward the scores again, and four of gradients.
 _FORWARD_PRODUCTS, _FUSED_BACKWARD_PRODUCTS = 2, 5
+BACKWARD_FLOPS = _FUSED_BACKWARD_PRODUCTS / _FORWARD_PRODUCTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +48,22 @@ def work(
     problem: AttentionProblem, variant: Variant, gpu: Gpu, direction: str, s: Numbers
 ) -> tuple[Work, ...]:
     """Return what a variant does in one direction at sequence lengths `s`."""
-    sizes = Sizes.of(problem, s)
     is_backward = direction == BACKWARD
     if variant is Variant.LINEAR:
-        return _linear(problem, sizes, is_backward)
-    if _stores_scores(problem, variant, gpu):
-        return _eager(problem, sizes, is_backward)
-    return _fused(problem, variant, gpu, sizes, is_backward)
+        return _linear(problem, Sizes.of(problem, s), is_backward)
+    if stores_scores(problem, variant, gpu):
+        return eager_work(problem, s, direction)
+    return _fused(problem, variant, gpu, Sizes.of(problem, s), is_backward)
 
 
-def _stores_scores(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> bool:
+def forward_flops(problem: AttentionProblem, variant: Variant, s: Numbers) -> Numbers:
+    """Return the FLOPs of the forward's two products over the pairs that a variant sees."""
+    pairs = visible_pairs(problem, variant, s)
+    return _FORWARD_PRODUCTS * 2.0 * problem.batch * problem.heads * problem.head_dim * pairs
+
+
+def stores_scores(problem: AttentionProblem, variant: Variant, gpu: Gpu) -> bool:
+    """Whether a variant runs as a chain of kernels with the scores between them."""
     if variant is Variant.SDPA:
         return sdpa_backend(problem, gpu) == "math"
     return variant is Variant.EAGER
@@ -123,25 +130,31 @@ def _named(name: str, flops: Numbers, moved: Numbers, rate: str) -> Work:
     return Work(name=name, flops=flops, bytes=moved, rate=rate)
 
 
-def _eager(problem: AttentionProblem, sizes: Sizes, is_backward: bool) -> tuple[Work, ...]:
-    """The chain of `eager_attention`: products over the whole square, and passes over its scores."""
-    n, e, dtype = sizes.scores, sizes.element, problem.dtype
+def eager_work(problem: AttentionProblem, s: Numbers, direction: str) -> tuple[Work, ...]:
+    """Return eager's chain: products over the whole square, and passes over its scores."""
+    sizes, dtype = Sizes.of(problem, s), problem.dtype
+    n, e = sizes.scores, sizes.element
     product = 2.0 * problem.head_dim * n
-    masked = n * e * (3 if problem.causal else 0)
-    if not is_backward:
-        cast_bytes = {"bf16": e + 4 + 8 + 4 + e, "fp16": e + 4 + 4 + e, "fp32": 8}[dtype]
+    # The weights of bf16 and fp16 are cast back. A softmax from fp16 to fp32 is one kernel, from bf16 two.
+    cast = () if dtype == "fp32" else (_named("weights to 16 bits", 0.0, n * (4 + e), dtype),)
+    raised = (_named("scores to fp32", 0.0, n * (e + 4), dtype),)
+    if direction != BACKWARD:
+        masked = (_named("mask", 0.0, 3 * n * e, dtype),) if problem.causal else ()
         return (
             _named("keys and values repeated", 0.0, 2 * (sizes.key + sizes.query), dtype),
             _named("Q K^T", product, 2 * sizes.query + n * e, dtype),
             _named("scale", 0.0, 2 * n * e, dtype),
-            _named("mask", 0.0, masked, dtype),
-            _named("softmax", 0.0, n * float(cast_bytes), dtype),
+            *masked,
+            *(raised if dtype == "bf16" else ()),
+            _named("softmax", 0.0, n * (e + 4 if dtype == "fp16" else 8), dtype),
+            *cast,
             _named("P V", product, n * e + 2 * sizes.query, dtype),
         )
-    softmax_bytes = {"bf16": e + 4 + 24 + 4 + e, "fp16": e + 4 + 20 + e, "fp32": 24}[dtype]
     return (
         _named("dP and dV", 2 * product, 2 * n * e + 4 * sizes.query, dtype),
-        _named("softmax", 0.0, n * float(softmax_bytes), dtype),
+        *(raised if dtype != "fp32" else ()),
+        _named("softmax backward", 0.0, n * (20 + e if dtype == "fp16" else 24), dtype),
+        *(cast if dtype == "bf16" else ()),
         _named("scale", 0.0, 2 * n * e, dtype),
         _named("dQ and dK", 2 * product, 2 * n * e + 4 * sizes.query, dtype),
         _named("heads summed", 0.0, 2 * (sizes.query + sizes.key), dtype),

@@ -21,6 +21,7 @@ from planner.attention.problem import (
 )
 from planner.errors import PlanError
 from planner.hardware import custom_gpu, resolve_gpu
+from planner.speed.calibrated import rates_of
 
 H200, A100, T4 = (resolve_gpu(name) for name in ("h200", "a100-sxm4-80gb", "t4"))
 # B 2, H 4, K 2, D 64, S 256, bf16: Q has 2 x 4 x 256 x 64 elements, K half of them.
@@ -194,7 +195,7 @@ def test_bytes_count_a_tensor_for_each_kernel_that_touches_it() -> None:
     assert moved(full, Variant.EAGER, "forward") == 28 * SCORES + beside
 
 
-def test_a_time_is_the_roofline_of_the_vendors_rates() -> None:
+def test_the_roofline_is_at_the_vendors_rates() -> None:
     gpu = custom_gpu(
         {
             "visible_bytes": 2**36,
@@ -205,11 +206,11 @@ def test_a_time_is_the_roofline_of_the_vendors_rates() -> None:
     found = answer(SMALL, tuple(Variant), gpu)
     ours = next(one for one in found.variants if one.variant is Variant.TRITON)
     # 2 KiB per pair and product at 1e14 FLOP/s: 0.7 us; 0.8 MB at 1 TB/s: 0.8 us.
-    assert ours.forward.time_s == pytest.approx((2 * QUERY + 2 * KEY + ROWS) / 1e12)
+    assert ours.forward.roofline_s == pytest.approx((2 * QUERY + 2 * KEY + ROWS) / 1e12)
     assert ours.forward.bound == "hbm"
     linear = next(one for one in found.variants if one.variant is Variant.LINEAR)
     # No tf32 rate: fp32's counts.
-    assert linear.forward.time_s == pytest.approx(linear.forward.flops / 1e13)
+    assert linear.forward.roofline_s == pytest.approx(linear.forward.flops / 1e13)
     nothing = replace(gpu, peak_dense_flop_s={"int8": 1e14})
     found = answer(SMALL, tuple(Variant), nothing)
     assert not found.variants and not curves(SMALL, tuple(Variant), nothing)
@@ -234,7 +235,7 @@ def test_curves_are_the_same_formulas_and_mark_what_does_not_fit() -> None:
     found = {one.variant.value: one for one in answer(problem, tuple(Variant), H200).variants}
     for name, points in lines.items():
         own = next(point for point in points if point["sequence_length"] == 8192)
-        assert own["forward_s"] == found[name].forward.time_s
+        assert own["forward_s"] == pytest.approx(found[name].forward.time_s, rel=1e-12)
         assert own["device_bytes"] == found[name].device_bytes
     longest = longest_that_fits(problem, Variant.EAGER, H200)
     assert longest is not None
@@ -260,7 +261,7 @@ def test_linear_attention_is_refused_where_it_does_not_exist() -> None:
     assert found.refused == {"linear": "Linear attention is causal here: choose a causal mask."}
     assert "linear" not in curves(replace(SMALL, head_dim=256), tuple(Variant), H200)
     document = found.to_dict()
-    assert document["label"] == "formula, not calibrated"
+    assert document["rates"] == rates_of(H200).source
     assert [one["variant"] for one in document["variants"]] == [str(v) for v in Variant][:-1]
 
 

@@ -49,4 +49,4 @@ def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does(row: RecordedRow)
         assert found.fits is (one.outcome == "done")
         if one.outcome == "done":
             # A roofline is a bound from below.
-            assert one.forward_s is not None and one.forward_s >= found.forward.time_s
+            assert one.forward_s is not None and one.forward_s >= found.forward.roofline_s
