@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +11,13 @@ from planner.errors import PlanError
 from planner.plan import MAX_COUNT, MAX_TOKENS_PER_SEQUENCE, Plan, parse_plan
 from planner.predict import Prediction, predict
 from planner.units import format_count
-from planner.verdict import State
+from planner.verdict import COMFORTABLE_HEADROOM, SMALL_HEADROOM, State
 
 # Shorter steps of a sequence's length are not worth a replay.
 TOKENS_STEP = 128
 _MOST_LAYERS = 4096
+# How often a depth is looked for on a line.
+_LINES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ def largest_that_fits(plan: Plan, name: str) -> Reach:
         return tried[number]
 
     if name == "num_layers":
-        guess = min(_depth_on_a_line(plan, memory["device_bytes"], share), most)
+        guess = _depth_on_a_line(plan, share, answer)
     else:
         guess = bisect_largest(
             lambda number: _fits(_predicted(plan, name, number * step, share)), most // step
@@ -122,17 +125,44 @@ def largest_that_runs(plan: Plan, name: str, near: int | None) -> int | None:
     return largest_near(runs, guess, most // step) * step or None
 
 
-def _depth_on_a_line(plan: Plan, device_bytes: int, share: float) -> int:
+def _depth_on_a_line(
+    plan: Plan, share: float, answer: Callable[[int], Prediction | PlanError]
+) -> int:
     """Return about how many layers fit, if each took what those beyond the model's own take.
 
-    A depth's template is compiled anew, which takes longer than all else, so few are looked at.
+    The line goes through the model's own depth and, by the formulas, twice that; then through the
+    last two depths that `answer` replayed. A depth's template is compiled anew, which takes longer
+    than all else, so few are looked at.
     """
-    depth = plan.model.num_layers
-    deeper = _predicted(plan, "num_layers", 2 * depth, share)
+    depth, _, most = plan.model.num_layers, *STEPS["num_layers"]
+    found, deeper = predict(plan), _predicted(plan, "num_layers", 2 * depth, share)
     if isinstance(deeper, PlanError):
         return depth
-    layer_bytes = (deeper.memory["device_bytes"] - device_bytes) / depth
-    return max(0, depth + int((plan.hardware.visible_bytes - device_bytes) / layer_bytes))
+    layer_bytes = _slope_bytes(found, deeper, depth)
+    for _ in range(_LINES):
+        guess = min(max(1, depth + math.floor(_room_bytes(found) / layer_bytes)), most)
+        other = answer(guess)
+        if guess == depth or isinstance(other, PlanError):
+            break
+        layer_bytes = _slope_bytes(found, other, guess - depth)
+        depth, found = guess, other
+    return depth
+
+
+def _slope_bytes(found: Prediction, other: Prediction, layers: int) -> float:
+    """Return how much more a layer needs, where `other` has so many more of them."""
+    return max(1.0, (other.verdict.needed_bytes - found.verdict.needed_bytes) / layers)
+
+
+def _room_bytes(found: Prediction) -> float:
+    """Return how much more a prediction may need with the verdict "fits"; negative: less."""
+    verdict = found.verdict
+    if verdict.high_bytes is None:
+        return verdict.capacity_bytes * (1 - COMFORTABLE_HEADROOM) - verdict.needed_bytes
+    comfortable_bytes = verdict.capacity_bytes * (1 - SMALL_HEADROOM)
+    return min(
+        comfortable_bytes - verdict.needed_bytes, verdict.capacity_bytes - verdict.high_bytes
+    )
 
 
 def bisect_largest(fits: Callable[[int], bool], most: int) -> int:

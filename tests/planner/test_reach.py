@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner import reach
 from planner.errors import PlanError
 from planner.plan import Plan, parse_plan
 from planner.predict import predict
@@ -86,6 +87,24 @@ def test_the_largest_model_is_in_layers_and_parameters() -> None:
     larger = parse_plan({**document, "model": {**document["model"], "overrides": overrides}})
     assert found.parameters == larger.model.parameters
     assert predict(larger).verdict.state is State.FITS
+
+
+@pytest.mark.parametrize("parallelism", [{}, {"world_size": 64, "zero_stage": 3}])
+def test_few_depths_are_replayed_on_the_way_to_hundreds_of_layers(
+    parallelism: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = []
+
+    def counted(plan: Plan, segment_share: float | None = None) -> Any:
+        if segment_share is None:
+            replayed.append(plan.model.num_layers)
+        return predict(plan, segment_share=segment_share)
+
+    monkeypatch.setattr(reach, "predict", counted)
+    found = largest_that_fits(plan_of(model="qwen2.5-0.5b", parallelism=parallelism), "num_layers")
+    assert found.value is not None and found.value > 400
+    # The plan itself, the answer and the next one, and what lies on the way from 24 layers.
+    assert len(set(replayed)) <= 6
 
 
 def test_what_is_refused_ends_the_search_too() -> None:
