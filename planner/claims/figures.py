@@ -70,7 +70,7 @@ def call_bytes(plan: Plan, problem: AttentionProblem, variant: Variant) -> int:
 def call_s(plan: Plan, problem: AttentionProblem, variant: Variant) -> float:
     """Return the roofline time of a call's forward and backward."""
     one = variant_of(plan, problem, variant)
-    return one.forward.time_s + one.backward.time_s
+    return one.forward.roofline_s + one.backward.roofline_s
 
 
 def call_traffic_bytes(plan: Plan, problem: AttentionProblem, variant: Variant) -> float:
