@@ -26,6 +26,7 @@ from planner.stage_cells import (
     out_of_memory_places,
     peak_lines,
 )
+from planner.stage_pairs import Pair, engine_pairs, expandable_bytes, reserved_bytes
 from planner.stage_points import Point, stage_points, work_title
 from planner.units import GIB_BYTES, MIB_BYTES, format_count, format_signed
 from planner.workload import Engine
@@ -76,6 +77,10 @@ WHY_ABOVE = """
   ideal's update works value by value."""
 WHY_HIGHER = """: no tensor more, but
   blocks that the allocator leaves uncut, of up to 1 MiB for each shard ("rest").
+"""
+WHY_RESERVED = """:
+  no tensor more, but whole parameters, which DeepSpeed's stages 1 and 2 keep in one buffer and ours give back in each
+  backward, are taken anew among the next forward's activations, and what they leave is cut for smaller tensors.
 """
 HOW_PEAKS = """
 Peak by stage and number of ranks: **measured**, one rank alone; in brackets predicted, where nothing was.
@@ -196,21 +201,42 @@ def _cells_in_short(counts: Mapping[Known, int]) -> str:
 
 
 def _against_peers(groups: Mapping[str, Sequence[Point]]) -> Iterator[str]:
-    pairs = [pair for points in groups.values() for pair in _pairs(points)]
+    pairs = [pair for points in groups.values() for pair in engine_pairs(points)]
     if not pairs:
         return
-    lower = sum(_ratio(*pair) <= 1 for pair in pairs)
+    lower = sum(pair.ratio <= 1 for pair in pairs)
     yield f"- Our peak is at or below a peer's at the same plan, to the byte, in {lower} of {len(pairs)} pairs."
-    highest = max(pairs, key=lambda pair: _ratio(*pair))
-    if (most := _ratio(*highest)) > 1:
-        why = WHY_HIGHER.rstrip() if most <= 1 + SAME_PEAK else "."
-        yield f"  The most it is above one is {_excess(*highest)}{why}"
+    highest = max(pairs, key=lambda pair: pair.ratio)
+    if highest.ratio > 1:
+        why = WHY_HIGHER.rstrip() if highest.ratio <= 1 + SAME_PEAK else "."
+        over = format_signed(100 * (highest.ratio - 1), 2)
+        yield f"  The most it is above one is {over} ({_named(highest.peer)}){why}"
+    yield from _reserved(pairs)
 
 
-def _excess(own: Point, peer: Point) -> str:
-    spread, percent = peer.plan.parallelism, 100 * (_ratio(own, peer) - 1)
+def _reserved(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Compare what segments take; say of the pair in which ours take most more than the peer's why."""
+    known = [(ratio, n) for n, pair in enumerate(pairs) if (ratio := pair.reserved_ratio)]
+    lower = sum(ratio <= 1 for ratio, _ in known)
+    yield (
+        "- Reserved memory, segments with what lies free in them: ours is at or below the peer's in "
+        f"{lower} of {len(known)} pairs."
+    )
+    if lower < len(known):
+        worst = pairs[max(known)[1]]
+        both = (worst.own, worst.peer)
+        ours, theirs = (_gib(reserved_bytes(point)) for point in both)
+        grown = [_gib(expandable_bytes(point.plan)) for point in both]
+        yield (
+            f"  The most it is above: {ours} against {theirs} GiB ({_named(worst.peer)}); with "
+            f"expandable segments {grown[0]} against {grown[1]} (predicted){WHY_RESERVED.rstrip()}"
+        )
+
+
+def _named(point: Point) -> str:
+    spread = point.plan.parallelism
     place = f"{spread.engine} {spread.zero_stage} x {spread.world_size}"
-    return f"{format_signed(percent, 2)} ({place}, {work_title(peer.plan)})"
+    return f"{place}, {work_title(point.plan)}"
 
 
 def _timed_in_short(timed: Sequence[SameRunPair]) -> Iterator[str]:
@@ -225,24 +251,6 @@ def _timed_in_short(timed: Sequence[SameRunPair]) -> Iterator[str]:
         f"{geometric_mean(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}, at or below 1.00 in "
         f"{faster} of {len(ratios)} pairs{alone}."
     )
-
-
-def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Our engine's row beside each peer's of the same stage, ranks and world."""
-    own = {_same(p): p for p in points if p.plan.parallelism.engine is Engine.PEAKMARK}
-    return [
-        (own[_same(peer)], peer)
-        for peer in points
-        if peer.plan.parallelism.engine is not Engine.PEAKMARK and _same(peer) in own
-    ]
-
-
-def _same(point: Point) -> tuple[Any, ...]:
-    return point.place[1], point.place[2], point.row.spec["world"]
-
-
-def _ratio(own: Point, peer: Point) -> float:
-    return own.measured_bytes / peer.measured_bytes
 
 
 def _time_ratio(peer: Point, timed: Sequence[SameRunPair]) -> float | None:
@@ -336,17 +344,18 @@ def _gib(size_bytes: float) -> str:
 
 
 def _side_by_side(points: Sequence[Point], timed: Sequence[SameRunPair]) -> Iterator[str]:
-    pairs = _pairs(points)
+    pairs = engine_pairs(points)
     if not pairs:
         return
     yield "\nPeers beside our engine at the same stage and N: peak, and step time in the same run.\n"
     yield "| stage | N | peer | peer's peak / ours | peer's time / ours |\n|--:|--:|---|--:|--:|"
-    for own, peer in sorted(pairs, key=lambda pair: (pair[1].place[1:], pair[1].place[0])):
+    for pair in sorted(pairs, key=lambda pair: (pair.peer.place[1:], pair.peer.place[0])):
+        peer = pair.peer
         spread, time = peer.plan.parallelism, _time_ratio(peer, timed)
         world = "" if peer.row.spec["world"] == "solo" else f" ({peer.row.spec['world']})"
         yield (
             f"| {spread.zero_stage} | {spread.world_size:,} | {spread.engine}{world} "
-            f"| {1 / _ratio(own, peer):.3f} | {f'{time:.3f}' if time else '-'} |"
+            f"| {1 / pair.ratio:.3f} | {f'{time:.3f}' if time else '-'} |"
         )
 
 

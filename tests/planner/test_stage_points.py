@@ -19,6 +19,7 @@ from planner.stage_cells import (
     peak_lines,
     peaks_by_ranks,
 )
+from planner.stage_pairs import engine_pairs, expandable_bytes
 from planner.stage_points import FEWEST_POINTS, stage_points
 from planner.workload import Engine
 
@@ -105,3 +106,25 @@ def test_a_cell_that_cannot_be_measured_says_why() -> None:
 
 def smaller(plan: Plan) -> Plan:
     return replace(plan, hardware=replace(plan.hardware, visible_bytes=6 * 10**9))
+
+
+def test_a_peer_stands_beside_ours_at_the_same_stage_ranks_and_world() -> None:
+    rows = [row(i, ranks) for i, ranks in enumerate((1, 2, 8, 64))]
+    # 6 GiB of FSDP2 beside our 3 at 8 ranks; its other rows have no like.
+    rows += [
+        row(5, 8, engine="fsdp2"),
+        row(6, 4, engine="fsdp2"),
+        row(7, 8, stage=2, engine="fsdp2"),
+    ]
+    rows[2].measured["reserved_bytes"], rows[4].measured["reserved_bytes"] = 10 * GIB, 8 * GIB
+    [points] = stage_points(rows).values()
+    [pair] = engine_pairs(points)
+    assert (pair.own.place, pair.peer.place) == ((0, 3, 8), (1, 3, 8))
+    assert (pair.ratio, pair.reserved_ratio) == (0.5, 1.25)
+
+
+def test_segments_that_may_grow_hold_little_more_than_what_is_used() -> None:
+    document = plan(64)
+    fixed = predict(parse_plan(document)).memory
+    grown = expandable_bytes(parse_plan(document))
+    assert fixed["allocated_bytes"] < grown < fixed["reserved_bytes"]
