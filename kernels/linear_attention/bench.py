@@ -16,7 +16,9 @@ from kernels.linear_attention.reference import reference_linear_attention
 from kernels.linear_attention.triton import causal_linear_attention
 from kernels.timing import Report, relative_error, report_of, require, times_in_turns
 
-BATCH, HEADS, HEAD_DIM = 4, 16, 64
+BATCH = 4
+# Heads and their size.
+SHAPES = ((16, 64), (16, 128))
 LENGTHS = (2048, 8192, 32768)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -35,10 +37,10 @@ def call_of(attention: Attention, direction: str, tensors: list[Tensor]) -> Call
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def compare(report: Report, seq: int) -> None:
-    """Check one length against float64, then time both directions."""
-    case = {"batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "seq": seq}
-    shape = (BATCH, seq, HEADS, HEAD_DIM)
+def compare(report: Report, heads: int, head_dim: int, seq: int) -> None:
+    """Check one shape against float64, then time both directions."""
+    case = {"batch": BATCH, "heads": heads, "head_dim": head_dim, "seq": seq}
+    shape = (BATCH, seq, heads, head_dim)
     rows = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, grad = (row.transpose(1, 2) for row in rows)
     tensors = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
@@ -59,10 +61,11 @@ def compare(report: Report, seq: int) -> None:
 
 
 def main() -> None:
-    """Print one line per length and direction; `--json FILE` appends rows."""
+    """Print one line per shape and direction; `--json FILE` appends rows."""
     report = report_of("linear_attention")
-    for seq in LENGTHS:
-        compare(report, seq)
+    for heads, head_dim in SHAPES:
+        for seq in LENGTHS:
+            compare(report, heads, head_dim, seq)
 
 
 if __name__ == "__main__":
