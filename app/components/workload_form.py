@@ -47,7 +47,7 @@ def training_form() -> None:
         _count("grad_accumulation", "Grad accumulation", "Micro-batches per optimizer step.")
     columns = st.columns(2)
     with columns[0]:
-        _choice("optimizer", "Optimizer", tuple(Optimizer))
+        _choice("optimizer", "Optimizer", tuple(Optimizer), OPTIMIZER_HELP)
     with columns[1]:
         _choice("precision", "Precision", tuple(Precision), help=PRECISION_HELP)
     st.markdown("**Kernels**")
@@ -57,6 +57,11 @@ def training_form() -> None:
         training_variants_form()
 
 
+OPTIMIZER_HELP = (
+    "adamw_fused, foreach and loop are PyTorch's AdamW in one kernel, in several, or tensor by tensor. "
+    "adamw_triton is Peakmark's own kernel: it reads 16-bit gradients as they are (engine peakmark). "
+    "adamw_8bit keeps its moments in bytes."
+)
 PRECISION_HELP = (
     "mixed: bf16 parameters and gradients, fp32 master copy and optimizer states. bf16 and fp32: "
     "everything in that type. autocast: fp32 tensors, bf16 compute."
