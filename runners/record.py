@@ -185,9 +185,10 @@ def make_row(entry: Entry, result: JobResult, moment: datetime) -> dict[str, Any
 class Recorder:
     """Runs entries until they are done or the time is up, and appends their rows to a file."""
 
-    def __init__(self, out: Path, directory: Path, budget_s: float) -> None:
-        self._out = out
-        self._directory = directory
+    def __init__(
+        self, out: Path, directory: Path, budget_s: float, ahead: int = _PROCESSES_AHEAD
+    ) -> None:
+        self._out, self._directory, self._ahead = out, directory, ahead
         self._ends_at = time.monotonic() + budget_s
         self._active: list[_Run] = []
         self.counts: dict[str, int] = {}
@@ -196,7 +197,7 @@ class Recorder:
         """Run `entries` in order; what the budget leaves no time for is counted as not_run."""
         waiting = list(enumerate(entries))
         while (waiting or self._active) and time.monotonic() < self._ends_at:
-            while waiting and len(self._active) <= _PROCESSES_AHEAD:
+            while waiting and len(self._active) <= self._ahead:
                 index, entry = waiting.pop(0)
                 self._active.append(_Run(entry, self._directory / f"run-{index:03}"))
             for run in [r for r in self._active if r.is_over() or r.is_late()]:
@@ -253,6 +254,13 @@ def main() -> int:
     parser.add_argument("matrix", type=Path, help="matrix of job specs (JSON)")
     parser.add_argument("out", type=Path, help="file of recorded rows to append to (JSON lines)")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop after this long")
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        choices=range(17),
+        default=_PROCESSES_AHEAD,
+        help="processes that import and build while one runs; more take the host from it",
+    )
     arguments = parser.parse_args()
     # A job never reaches the network: every model is built from the config in its spec.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -262,7 +270,7 @@ def main() -> int:
     except (OSError, ValueError) as problem:
         parser.error(str(problem))
     with tempfile.TemporaryDirectory(prefix="peakmark-record-") as directory:
-        recorder = Recorder(arguments.out, Path(directory), arguments.budget_s)
+        recorder = Recorder(arguments.out, Path(directory), arguments.budget_s, arguments.ahead)
         recorder.run(entries)
     print(", ".join(f"{name}: {number}" for name, number in recorder.counts.items() if number))
     return 0 if set(recorder.counts) <= {*_RECORDED_OUTCOMES, "not_run"} else 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import runners.record
 from planner.plan import parse_plan
 from planner.records import Role, parse_row, read_file
 from runners.contract import JobKind, JobResult, Outcome
@@ -136,3 +137,39 @@ def test_entries_describe_themselves() -> None:
     labels = [entry.label for entry in read_matrix(MATRIX)]
     assert "Qwen/Qwen2.5-0.5B" in labels[0]
     assert "sequence_length=8192" in labels[-1]
+
+
+@pytest.mark.parametrize(("ahead", "most"), [(0, 1), (3, 4)])
+def test_as_many_processes_start_ahead_as_asked(
+    ahead: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Run:
+        """Ends once as many run as may, and leaves nothing."""
+
+        def __init__(self, entry: object, directory: Path) -> None:
+            self.entry = entry
+
+        def is_over(self) -> bool:
+            seen.append(len(recorder._active))
+            return True
+
+        def is_late(self) -> bool:
+            return False
+
+        def stop(self) -> None:
+            pass
+
+        def result(self) -> None:
+            return None
+
+        def log_tail(self) -> str:
+            return ""
+
+    monkeypatch.setattr(runners.record, "_Run", Run)
+    matrix = _write_matrix(tmp_path / "m.json", [{"kind": "attention"}] * 5)
+    recorder = Recorder(tmp_path / "rows.jsonl", tmp_path, budget_s=60.0, ahead=ahead)
+    recorder.run(read_matrix(matrix))
+    assert max(seen) == most
+    assert recorder.counts == {Outcome.CRASHED: 5, "not_run": 0}
