@@ -18,11 +18,12 @@ from planner.serving.runs import (
     TODAY,
     RanAs,
     compare_served,
+    is_fitted,
     predict_decode,
     served_model,
     waits_for_host,
 )
-from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, SERVE_ROWS, StepTimes
+from planner.serving.times import SERVE_ROWS, StepTimes
 from planner.simulation.runs import Compared, SimulatedRun, compare_latency, simulated_rows
 from planner.units import format_signed
 
@@ -33,8 +34,8 @@ END = "<!-- To here. -->"
 # Where the share of the memory's rate is told in words.
 BANDWIDTH_AT = (32, 8192)
 HOW_DECODED = """
-Time per step of all rows, and of the whole prefill; **predicted** is today's, **fit** marks a row that a
-constant of the prediction was fitted to, which counts in no average. **bandwidth** is the bytes that a step
+Time per step of all rows, and of the whole prefill; **predicted** is today's, **fit** marks a shape that a
+constant of the prediction was fitted to, which counts in no average however often it was run. **bandwidth** is the bytes that a step
 must move over what the sheet's memory rate moves in the measured time. `static` is transformers' generation
 with sdpa and its static cache, `compiled` the same with its decode step compiled by torch. Rows marked 1 were taken before the products of query, key and
 value were joined. **host** marks a prefill whose kernels the host started one by one, where today it is one graph:
@@ -68,8 +69,7 @@ class Decoded:
 
     def error_percent(self, name: str) -> float | None:
         """Signed error of `prefill` or `decode`; None where a constant was fitted to it."""
-        fitted = PREFILL_ROWS if name == "prefill" else DECODE_ROWS
-        if self.row.id in fitted or (name == "prefill" and self.by_host):
+        if is_fitted(f"{name}_time", self.run, self.spec) or (name == "prefill" and self.by_host):
             return None
         predicted_s = self.prefill_s if name == "prefill" else self.decode_s
         measured_s: float = self.row.measured[f"{name}_time_s"]

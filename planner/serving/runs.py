@@ -16,7 +16,7 @@ from planner.memory.overheads import CONTEXT_BYTES
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import GRAPH_CHUNKS, MAX_GRAPH_TOKENS, ServeRun, parse_serve
-from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, ServedModel, StepTimes
+from planner.serving.times import FITTED_PREFILLS, FITTED_STEPS, ServedModel, StepTimes
 from planner.units import MIB_BYTES, format_bytes, format_seconds, format_signed
 from planner.workload import KvDtype, WeightsDtype
 
@@ -232,10 +232,9 @@ def compare_served(row: RecordedRow) -> list[Comparison]:
             ],
             row.measured,
         )
-    run, _ = parse_decode(row.spec["decode"])
+    run, spec = parse_decode(row.spec["decode"])
     by_host = waits_for_host(row, run)
-    left_out = {"prefill_time"} if row.id in PREFILL_ROWS else set()
-    left_out |= {"decode_time"} if row.id in DECODE_ROWS else set()
+    left_out = {name for name in ("prefill_time", "decode_time") if is_fitted(name, run, spec)}
     return [
         replace(one, quantity="prefill_by_host_time")
         if by_host and one.quantity == "prefill_time"
@@ -293,6 +292,12 @@ def decode_cells(
         )
         for one in found
     ]
+
+
+def is_fitted(quantity: str, run: DecodeRun, spec: ModelSpec) -> bool:
+    """Whether a constant was fitted to the `prefill_time` or `decode_time` of such runs."""
+    fitted = FITTED_PREFILLS if quantity == "prefill_time" else FITTED_STEPS
+    return (spec.name, run.batch, run.context) in fitted
 
 
 def waits_for_host(row: RecordedRow, run: DecodeRun) -> bool:

@@ -37,18 +37,27 @@ from planner.speed.rates import Rates, layout_number
 from planner.units import MIB_BYTES
 from planner.workload import KvDtype, WeightsDtype
 
-# Ids of recorded rows that a constant below was fitted to: no evidence for the times they set.
-DECODE_ROWS = frozenset(
+# Steps and prefills (model, batch, context) that a constant below was fitted to: no row of them is evidence
+# for the time it sets, however often they are run. Of served traces the rows' ids.
+_SMALL, _LARGE, _MIXTURE = (
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.1-8B",
+    "Qwen/Qwen3-30B-A3B",
+)
+FITTED_STEPS = frozenset(((_SMALL, 16, 512), (_MIXTURE, 1, 1024), (_MIXTURE, 16, 1024)))
+FITTED_PREFILLS = frozenset(
     (
-        "9436024a0e6645b4",
-        "79237c4ebf67330a",
-        "e747d32afa5bafb0",
+        *(
+            (name, *shape)
+            for name in (_SMALL, _LARGE)
+            for shape in ((1, 1024), (16, 1024), (32, 8192))
+        ),
+        (_MIXTURE, 16, 1024),
     )
 )
 SERVE_ROWS = frozenset(
     ("4b9cdfe1b06d1b35", "b7dcbad6e5500c05", "df40b0c8d35820ec", "7185e92847b1d823")
 )
-PREFILL_ROWS = frozenset(("b5840a901a294d25", "60e281f0617861be", "79237c4ebf67330a"))
 
 # Fitted to Llama-3.2-1B at batch 16 over 512 tokens, which is almost all small kernels.
 _BETWEEN_KERNELS_S = 0.5e-6

@@ -12,7 +12,7 @@ import pytest
 from planner.accuracy import accuracy_report
 from planner.decode_run import parse_decode
 from planner.hardware import resolve_gpu
-from planner.records import RecordedRow, read_file
+from planner.records import Kind, RecordedRow, read_file
 from planner.serve_run import parse_serve
 from planner.serving.runs import (
     RanAs,
@@ -22,7 +22,7 @@ from planner.serving.runs import (
     predict_decode,
     serve_peak_bytes,
 )
-from planner.serving.times import DECODE_ROWS, PREFILL_ROWS, SERVE_ROWS
+from planner.serving.times import FITTED_PREFILLS, FITTED_STEPS, SERVE_ROWS
 
 RECORDED = Path(__file__).resolve().parents[3] / "recorded/h200-decode.jsonl"
 H200 = resolve_gpu("h200")
@@ -99,16 +99,39 @@ def test_predictions_of_recorded_rows_stay_as_near_as_they_are(rows: list[Record
     assert mean["serve_allocated"] < 1 and max(errors["serve_allocated"]) < 3
     assert mean["decode_time"] < 4 and max(errors["decode_time"]) < 15
     assert mean["prefill_time"] < 4 and max(errors["prefill_time"]) < 15
-    # A prefill whose kernels the host started one by one, where today it is one graph, is no evidence for it.
-    assert len(errors["prefill_by_host_time"]) > 10
 
 
-def test_rows_that_set_a_constant_are_no_evidence_for_its_time(rows: list[RecordedRow]) -> None:
-    for row in rows:
-        quantities = {one.quantity for one in compare_served(row)}
-        assert not ("decode_time" in quantities and row.id in DECODE_ROWS)
-        assert not ("prefill_time" in quantities and row.id in PREFILL_ROWS)
-    assert {row.id for row in rows} >= DECODE_ROWS | PREFILL_ROWS | SERVE_ROWS
+def test_a_prefill_started_kernel_by_kernel_is_no_evidence_for_a_graph(
+    rows: list[RecordedRow],
+) -> None:
+    row = next(
+        one
+        for one in rows
+        if one.kind is Kind.DECODE and one.measured.get("prefill_graph") and not fitted(one)
+    )
+    assert "prefill_time" in {one.quantity for one in compare_served(row)}
+    measured = {name: value for name, value in row.measured.items() if name != "prefill_graph"}
+    older = {one.quantity for one in compare_served(replace(row, measured=measured))}
+    assert "prefill_by_host_time" in older and "prefill_time" not in older
+
+
+def fitted(row: RecordedRow) -> frozenset[str]:
+    """Return which times of a decode row a constant was fitted to."""
+    given = row.spec["decode"]
+    shape = (given["model"].get("preset"), given["batch"], given["context"])
+    sets = {"decode_time": FITTED_STEPS, "prefill_time": FITTED_PREFILLS}
+    return frozenset(name for name, shapes in sets.items() if shape in shapes)
+
+
+def test_shapes_that_set_a_constant_are_no_evidence_for_its_time(rows: list[RecordedRow]) -> None:
+    decoded = [row for row in rows if row.kind is Kind.DECODE]
+    for row in decoded:
+        assert not fitted(row) & {one.quantity for one in compare_served(row)}
+    # Every shape that is named is there, else it names nothing.
+    found = [name for row in decoded for name in fitted(row)]
+    assert found.count("decode_time") >= len(FITTED_STEPS)
+    assert found.count("prefill_time") >= len(FITTED_PREFILLS)
+    assert {row.id for row in rows} >= SERVE_ROWS
 
 
 def test_a_row_of_a_gpu_without_a_preset_is_not_compared(rows: list[RecordedRow]) -> None:
