@@ -54,7 +54,7 @@ computing, not for communication). Sizes are GiB of **allocated** memory, rank 0
   **above** is how far the measured peak is from it.
 - The split is the prediction's, at the peak. Gradients being reduced count as gradients; "rest" are
   temporaries, library workspaces and the rounding to blocks.
-- In tables of peaks "too much" is a predicted peak that does not fit into the GPU with what is beside it,
+- In tables of peaks *in italics* is what other numbers of ranks measured, all alike; "too much" is a predicted peak that does not fit into the GPU with what is beside it,
   "out of memory" one that was tried and did not.
 - **sent**: full buffers of all collectives of a step as the run counted them. "=" says that calls and
   bytes of every collective equal the formula exactly (`planner/payloads.py`): 2 P for stages 0 to 2
@@ -188,6 +188,10 @@ def _cells_in_short(counts: Mapping[Known, int]) -> str:
     left = [
         f"{number} {words}"
         for number, words in (
+            (
+                counts[Known.ANOTHER_NUMBER],
+                "at stage 0, which depends on no number of ranks, at another",
+            ),
             (failed, "ran out of memory"),
             (too_much, "do not fit into the GPU (predicted)"),
             (counts[Known.PREDICTED], "would fit and are not measured"),
@@ -300,6 +304,7 @@ def _cell(cell: Cell | None) -> str:
     size = _gib(cell.size_bytes)
     return {
         Known.MEASURED: f"**{size}**",
+        Known.ANOTHER_NUMBER: f"*{size}*",
         Known.OUT_OF_MEMORY: f"**out of memory** ({size})",
         Known.DOES_NOT_FIT: f"too much ({size})",
         Known.PREDICTED: f"({size})",

@@ -128,3 +128,18 @@ def test_segments_that_may_grow_hold_little_more_than_what_is_used() -> None:
     fixed = predict(parse_plan(document)).memory
     grown = expandable_bytes(parse_plan(document))
     assert fixed["allocated_bytes"] < grown < fixed["reserved_bytes"]
+
+
+def test_stage_0_is_known_at_every_number_of_ranks_once_two_agree() -> None:
+    rows = [row(i, ranks) for i, ranks in enumerate((1, 2, 4, 8))]
+    rows += [row(5, 2, stage=0), row(5, 8, stage=0)]
+    [points] = stage_points(rows).values()
+    cells = peaks_by_ranks(points, Engine.PEAKMARK, 0, (2, 64))
+    assert [cell and (cell.known, cell.size_bytes) for cell in cells] == [
+        (Known.MEASURED, 6 * GIB),
+        (Known.ANOTHER_NUMBER, 6 * GIB),
+    ]
+    rows[-1].measured["allocated_bytes"] = 7 * GIB
+    [points] = stage_points(rows).values()
+    [cell] = peaks_by_ranks(points, Engine.PEAKMARK, 0, (64,))
+    assert cell is not None and cell.known is Known.PREDICTED
