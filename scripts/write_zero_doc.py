@@ -54,8 +54,8 @@ computing, not for communication). Sizes are GiB of **allocated** memory, rank 0
   **above** is how far the measured peak is from it.
 - The split is the prediction's, at the peak. Gradients being reduced count as gradients; "rest" are
   temporaries, library workspaces and the rounding to blocks.
-- In tables of peaks *in italics* is what other numbers of ranks measured, all alike; "too much" is a predicted peak that does not fit into the GPU with what is beside it,
-  "out of memory" one that was tried and did not.
+- In tables of peaks *in italics* is what other numbers of ranks measured, all alike; "too much" is a
+  predicted peak that does not fit into the GPU with what is beside it, "out of memory" one that was tried.
 - **sent**: full buffers of all collectives of a step as the run counted them. "=" says that calls and
   bytes of every collective equal the formula exactly (`planner/payloads.py`): 2 P for stages 0 to 2
   (an all-reduce counts twice: a ring passes it twice), 3 P less the ends for stage 3, plus padding.
@@ -115,7 +115,7 @@ two smaller models wait for the host, which takes a tenth more or less from run 
 compared in turns, above.
 """
 HOW_ALIKE = """
-{ranks} x {gpu}, torch {torch}, NCCL {nccl}{peer}: tiny models, deterministic kernels, NCCL's own sums of two. Bit by
+{gpus} x {gpu}, torch {torch}, {backend}{peer}: {ranks} ranks, tiny models, deterministic kernels, sums of two. Bit by
 bit: all ranks' losses, what was reduced, the parameters at the end. One rank has two micro-batches for two's one;
 FSDP2, where it is among them, begins with numbers that bf16 holds, to which the others round.
 """
@@ -188,10 +188,7 @@ def _cells_in_short(counts: Mapping[Known, int]) -> str:
     left = [
         f"{number} {words}"
         for number, words in (
-            (
-                counts[Known.ANOTHER_NUMBER],
-                "at stage 0, which depends on no number of ranks, at another",
-            ),
+            (counts[Known.ANOTHER_NUMBER], "are measured at other numbers of ranks (stage 0)"),
             (failed, "ran out of memory"),
             (too_much, "do not fit into the GPU (predicted)"),
             (counts[Known.PREDICTED], "would fit and are not measured"),
@@ -415,9 +412,12 @@ def _alike(directory: Path) -> Iterator[str]:
     for path in sorted(directory.glob("*.jsonl")):
         first, *compared = map(json.loads, path.read_text().splitlines())
         where = first["environment"]
-        yield f"\n## Alike value by value over {where['world'].upper()}\n"
+        is_nccl = where["world"] == "nccl"
+        backend = f"NCCL {where['nccl']}" if is_nccl else "gloo"
         peer = f", DeepSpeed {where['deepspeed']}" if "deepspeed" in where else ""
-        yield HOW_ALIKE.format(**where, peer=peer).strip("\n")
+        yield f"\n## Alike value by value over {'NCCL' if is_nccl else 'gloo, sharing one GPU'}\n"
+        gpus = where["ranks"] if is_nccl else 1
+        yield HOW_ALIKE.format(**where, gpus=gpus, backend=backend, peer=peer).strip("\n")
         yield from _plain_table(alike_lines(compared))
 
 

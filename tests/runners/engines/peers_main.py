@@ -193,7 +193,7 @@ def run_world(rank: int, world_size: int, out: Path, device_name: str, backend: 
     dist.init_process_group(backend, store=store, **place)
     collectives, path = ProcessGroupCollectives(), out / f"{world_size}.jsonl"
     if rank == 0 and device.type == "cuda":
-        path.write_text(json.dumps({"environment": environment(device)}) + "\n")
+        path.write_text(json.dumps({"environment": environment(device, backend)}) + "\n")
     for case in CASES if world_size <= EXACT_RANKS else BOUNDED:
         references: dict[Peer, dict[str, Any]] = {}
         for peer in peers():
@@ -214,11 +214,11 @@ def run_world(rank: int, world_size: int, out: Path, device_name: str, backend: 
     dist.destroy_process_group()
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device, backend: str) -> dict[str, Any]:
     """Return what the first line of a file in recorded/equality says."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     found = {
-        "world": "nccl",
+        "world": "nccl" if "nccl" in backend else "shared",
         "ranks": dist.get_world_size(),
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,

@@ -83,3 +83,10 @@ def test_three_ranks_reduce_within_their_bound(worlds: dict[int, Lines], engine:
 def test_two_gpus_over_nccl_train_alike(tmp_path: Path, engine: str) -> None:
     lines = _run(tmp_path, "cuda:rank", "cpu:gloo,cuda:nccl", 2)[2]
     check_equal(lines[1:], engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_ranks_that_share_a_gpu_train_alike(tmp_path: Path, engine: str) -> None:
+    lines = _run(tmp_path, "cuda:0", "cpu:gloo,cuda:gloo", 2)[2]
+    check_equal(lines[1:], engine)
