@@ -15,7 +15,7 @@ UNTITLED_PAGES = ("Plan", "Run")
 # These have a line of their own for the workload, which is not the plan's where that trains.
 MODEL_PAGES = ("Serving",)
 # These are about something else: the plan stands beside it, as what other pages go on with.
-OTHER_PAGES = ("Claims", "Runs", "Experiments", "Accuracy", "Hardware")
+OTHER_PAGES = ("Compare", "Claims", "Runs", "Experiments", "Accuracy", "Hardware")
 # These carry the plan in their own address.
 PLAN_PAGES = ("Ledger", "Sweep", "Compare", "ZeRO", "Attention", "Claims")
 

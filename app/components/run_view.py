@@ -108,13 +108,16 @@ def _live(run_id: str) -> None:
             st.rerun()
 
 
+def _title(summary: Mapping[str, Any]) -> str:
+    """Return the model that a run is of, without its owner; what was run where there is none."""
+    model = services.run_words(summary)["model"]
+    return str(model or summary["kind"]).rsplit("/", 1)[-1].replace("_", " ")
+
+
 def _headline(run: Mapping[str, Any]) -> None:
     summary = run["summary"]
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.markdown(
-            f"### {state_badge(summary)} {summary['model_name'] or summary['kind']}",
-            width="stretch",
-        )
+        st.markdown(f"### {state_badge(summary)} {_title(summary)}", width="stretch")
         show_actions(summary, with_link=False)
     if run.get("plan"):
         st.markdown(plan_line(run["plan"]))
