@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.memory.adapters import trained_groups
+from planner.memory.fsdp2 import row_shards
+from planner.memory.groups import GroupShapes, PerLayer, Rows, group_shapes, rows_of
 from planner.model import ModelSpec
 from planner.operations import muon_flops, state_bytes, update_bytes
 from planner.speed.gpu_time import Part
@@ -28,26 +30,50 @@ _DEEPSPEED_BYTES = 2 + 6 + 20 + 8 + 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Parameters that are trained and all of them, layers and groups of them, ranks, bytes of one."""
+    """Parameters that are trained and all of them, layers and groups of them, ranks, bytes of one.
+
+    An engine's buffers hold `reduced` elements of gradients and `gathered` of parameters: FSDP2 pads every
+    parameter's first dimension to the ranks, so that eight experts over 64 of them take eight times their size.
+    """
 
     trained: float
     whole: float
     groups: int
     ranks: Any
     element_bytes: int
+    reduced: Any
+    gathered: Any
 
 
-def trained_parameters(spec: ModelSpec, workload: TrainingWorkload, ranks: Any) -> Trained:
+def trained_parameters(
+    spec: ModelSpec, workload: TrainingWorkload, engine: Engine, ranks: Any
+) -> Trained:
     """Return what a plan trains, over `ranks` that share it."""
     found = trained_groups(spec, workload)
     whole = float(spec.parameters)
+    trained = float(found.trained.total()) if found else whole
+    reduced, gathered = trained, whole
+    if engine is Engine.FSDP2:
+        every = rows_of(found.shapes) if found else group_shapes(spec)
+        gathered = _padded(every, ranks)
+        reduced = _padded(rows_of(found.trained_shapes), ranks) if found else gathered
     return Trained(
-        trained=float(found.trained.total()) if found else whole,
+        trained=trained,
         whole=whole,
         groups=spec.num_layers + 2,
         ranks=ranks,
         element_bytes=2 if workload.precision in (Precision.MIXED, Precision.BF16) else 4,
+        reduced=reduced,
+        gathered=gathered,
     )
+
+
+def _padded(shapes: GroupShapes, ranks: Any) -> Any:
+    def whole(rows: Rows) -> Any:
+        return row_shards(rows, ranks) * ranks
+
+    layers = PerLayer.of(shapes["layers"], whole)
+    return whole(shapes["embedding"]) + layers.total() + whole(shapes["head"])
 
 
 def _stream(rates: Rates, phase: str, name: str, kind: str, dtype: str, moved: Any, n: int) -> Part:
@@ -76,9 +102,8 @@ def gradient_parts(
         ]
     if engine is Engine.FSDP2:
         reduced = _FP32_BYTES if workload.precision is Precision.MIXED else element
-        moved = (element + reduced) * numel
-        kind = "chunk_cat" if reduced != element else "foreach_copy"
-        return [stream(kind, rounds * moved, rounds * groups)]
+        moved = element * numel + reduced * sizes.reduced
+        return [stream("chunk_cat", rounds * moved, rounds * groups)]
     if engine is Engine.DEEPSPEED:
         return [
             stream("copy", rounds * 2 * element * numel, rounds * tensors),
@@ -92,7 +117,7 @@ def gather_parts(
     workload: TrainingWorkload, engine: Engine, stage: int, sizes: Trained, rates: Rates
 ) -> list[Part]:
     """Return the copies before and after gathers, forward and backward together."""
-    rounds, numel, element = workload.grad_accumulation, sizes.whole, sizes.element_bytes
+    rounds, numel, element = workload.grad_accumulation, sizes.gathered, sizes.element_bytes
     is_mixed = workload.precision is Precision.MIXED
     dtype, groups = "bf16" if element == 2 else "fp32", sizes.groups
 

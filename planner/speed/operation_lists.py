@@ -108,8 +108,7 @@ def _data() -> Any:
 def list_key(spec: ModelSpec, workload: TrainingWorkload) -> str:
     """Return the name of a workload's list; of what was not traced, that of the nearest one."""
     known = _data()["variants"]
-    precision = workload.precision
-    compute = "bf16" if precision is Precision.MIXED else str(precision)
+    compute = _compute_of(workload)
     adapters = f"/lora_{workload.lora_targets}" if workload.lora_rank else ""
     direct = "_direct" if spec.family == "deepseek_v2" else ""
     chosen = [str(workload.attention), "sdpa", "eager"]
@@ -121,6 +120,11 @@ def list_key(spec: ModelSpec, workload: TrainingWorkload) -> str:
             if key in known:
                 return key
     raise KeyError(f"{spec.family}: its operations were not traced")
+
+
+def _compute_of(workload: TrainingWorkload) -> str:
+    precision = workload.precision
+    return "bf16" if precision is Precision.MIXED else str(precision)
 
 
 def _is_fused_in_fp32(spec: ModelSpec, workload: TrainingWorkload) -> bool:
@@ -141,8 +145,10 @@ def forward_layer_rows(
     return [(data["rows"][index], count) for index, count in sections["layer"]]
 
 
-def _loss_key(loss: Loss) -> str | None:
-    return None if loss is Loss.HF else f"llama/sdpa/bf16/{loss}"
+def _loss_key(workload: TrainingWorkload) -> str | None:
+    if workload.loss is Loss.HF:
+        return None
+    return f"llama/sdpa/{_compute_of(workload)}/{workload.loss}"
 
 
 def operation_list(
@@ -151,7 +157,7 @@ def operation_list(
     """Return the list of a micro-batch whose layers are of these kinds."""
     key = list_key(spec, workload)
     counted = tuple(sorted(Counter(kinds).items()))
-    return _operation_list(spec, key, counted, workload.lora_rank, _loss_key(workload.loss))
+    return _operation_list(spec, key, counted, workload.lora_rank, _loss_key(workload))
 
 
 @lru_cache(maxsize=256)

@@ -155,7 +155,7 @@ def _beside(
     """What an engine does, whatever the rows and tokens of a micro-batch; `ranks` may be an array."""
     engine, stage = parallelism.engine, parallelism.zero_stage
     sharers = ranks * parallelism.context_parallel
-    sizes = trained_parameters(spec, workload, sharers * 1.0)
+    sizes = trained_parameters(spec, workload, engine, sharers * 1.0)
     parts = gradient_parts(workload, engine, stage, sizes, rates)
     parts += gather_parts(workload, engine, stage, sizes, rates)
     if not workload.offload_optimizer:

@@ -139,7 +139,7 @@ class OperationTape(Tape):
             for layout in ("nt", "tn"):
                 place = Place("layer_backward", self.place.layer)
                 self._add_product("grouped", layout, rows, weights.shape[0], sizes, place)
-        elif name in ("mm", "addmm", "bmm", "baddbmm"):
+        elif name.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm"):
             a, b = inputs[-2:]
             layout = "".join("n" if _is_plain(one) else "t" for one in (a, b))
             batch = a.shape[0] if a.ndim == 3 else 1
@@ -273,7 +273,10 @@ def operation_variants(family: str) -> Iterator[Variant]:
         for adapters in ("qv", "all_linear"):
             yield Variant(family, first, compute, "none", adapters=adapters)
     if family == "llama":
-        yield from (Variant(family, "sdpa", "bf16", "none", loss=loss) for loss in OTHER_LOSSES)
+        for compute in COMPUTES:
+            yield from (
+                Variant(family, "sdpa", compute, "none", loss=loss) for loss in OTHER_LOSSES
+            )
 
 
 def traced_sections(variant: Variant) -> dict[str, dict[str, Counter[str]]]:

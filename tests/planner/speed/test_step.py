@@ -29,6 +29,7 @@ from planner.workload import (
     Checkpointing,
     Engine,
     LoraTargets,
+    Loss,
     Optimizer,
     Parallelism,
     Precision,
@@ -124,13 +125,27 @@ def test_gradients_move_the_bytes_of_their_engines_code(
     engine: Engine, stage: int, per_parameter: int
 ) -> None:
     workload = TrainingWorkload()
-    sizes = trained_parameters(LLAMA, workload, 8.0)
+    sizes = trained_parameters(LLAMA, workload, engine, 8.0)
     assert _bytes(gradient_parts(workload, engine, stage, sizes, RATES)) == per_parameter * P
+
+
+def test_fsdp2_copies_experts_that_are_fewer_than_ranks_with_their_padding() -> None:
+    workload, spec = TrainingWorkload(), resolve_model("mistralai/Mixtral-8x7B-v0.1")
+    sizes = trained_parameters(spec, workload, Engine.FSDP2, 64.0)
+    # 32 layers of eight experts, 28,672 x 4,096 and 4,096 x 14,336, and their router's eight rows of 4,096:
+    # as if they were 64. The vocabulary, 32,000, is a multiple of 64, as all other dimensions are.
+    one = 32 * (28_672 * 4096 + 4096 * 14_336 + 4096)
+    assert sizes.whole == spec.parameters
+    assert sizes.gathered == sizes.reduced == spec.parameters + (64 - 8) * one
+    moved = _bytes(gradient_parts(workload, Engine.FSDP2, 3, sizes, RATES))
+    assert moved == 2 * sizes.whole + 4 * sizes.reduced
+    ours = trained_parameters(spec, workload, Engine.PEAKMARK, 64.0)
+    assert ours.gathered == ours.reduced == ours.whole
 
 
 def test_gathers_move_the_bytes_of_their_engines_code() -> None:
     workload = TrainingWorkload()
-    sizes = trained_parameters(LLAMA, workload, 8.0)
+    sizes = trained_parameters(LLAMA, workload, Engine.FSDP2, 8.0)
     # Ours casts its part of the fp32 master, twice at stage 3; FSDP2 does and copies all of it out.
     assert _bytes(gather_parts(workload, Engine.PEAKMARK, 1, sizes, RATES)) == 6 * P / 8
     assert _bytes(gather_parts(workload, Engine.PEAKMARK, 3, sizes, RATES)) == 2 * 6 * P / 8
@@ -141,7 +156,7 @@ def test_gathers_move_the_bytes_of_their_engines_code() -> None:
 def test_the_update_moves_its_states_and_the_casts_around_it() -> None:
     def moved(engine: Engine, stage: int, precision: Precision) -> float:
         workload = TrainingWorkload(precision=precision)
-        sizes = trained_parameters(LLAMA, workload, 8.0)
+        sizes = trained_parameters(LLAMA, workload, engine, 8.0)
         return _bytes(update_parts(LLAMA, workload, engine, stage, sizes, RATES))
 
     # Parameter, gradient and two moments read, three written: 7 x 4 bytes; the gradient cast up 6,
@@ -278,6 +293,30 @@ def test_reductions_take_longer_beside_a_gpu_that_computes() -> None:
     assert slowed(2.0) == [1.0, 1.0]
     assert slowed(3.0) == pytest.approx([1.155, 1.0])
     assert slowed(9.0) == pytest.approx([1.31, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "loss", "products"),
+    [
+        # Logits; logits again, and the gradients of hidden states and of the head.
+        (Precision.MIXED, "bf16", Loss.CHUNKED, 4),
+        (Precision.FP32, "fp32", Loss.CHUNKED, 4),
+        (Precision.AUTOCAST, "bf16", Loss.CHUNKED, 4),
+        # Both gradients are made beside the logits.
+        (Precision.FP32, "fp32", Loss.FUSED_LINEAR, 3),
+        (Precision.MIXED, "bf16", Loss.FUSED_LINEAR, 3),
+    ],
+)
+def test_losses_by_chunks_multiply_in_the_compute_dtype(
+    precision: Precision, dtype: str, loss: Loss, products: int
+) -> None:
+    found = parts(precision=precision, loss=loss)
+    one = 2.0 * 4096 * 128_256 * 4096
+    assert total(found, "flops", "head") == pytest.approx(products * one)
+    workload = TrainingWorkload(precision=precision, loss=loss)
+    listed = operation_list(LLAMA, workload, layer_kinds(LLAMA, workload))
+    heads = {p.dtype for p in listed.products for _, name in p.parts if name == "head"}
+    assert heads == {dtype}
 
 
 def test_sdpa_in_fp32_is_fused_where_heads_share_no_keys() -> None:
