@@ -112,7 +112,7 @@ def _work(words: str, values: Mapping[str, Any], caution: str = "") -> Change:
 
 
 def _kernels(workload: TrainingWorkload) -> Iterator[Change]:
-    """What computes layers, attention and loss; all are exact."""
+    """What computes layers, attention, loss and update; all are exact."""
     for checkpointing in Checkpointing:
         if checkpointing is not workload.checkpointing:
             every = {"checkpoint_every": 1} if checkpointing is Checkpointing.NONE else {}
@@ -124,6 +124,8 @@ def _kernels(workload: TrainingWorkload) -> Iterator[Change]:
     for loss in Loss:
         if loss is not workload.loss:
             yield _work(f"{str(loss).replace('_', ' ')} loss", {"loss": str(loss)})
+    if workload.optimizer is Optimizer.ADAMW_FUSED:
+        yield _work("optimizer adamw triton", {"optimizer": str(Optimizer.ADAMW_TRITON)})
 
 
 def _batches(workload: TrainingWorkload) -> Iterator[Change]:
