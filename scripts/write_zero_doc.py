@@ -74,7 +74,7 @@ is not fetched again for the backward: where the whole model stays, stage 3 send
 WHY_ABOVE = """
   What is more than half a percent above is a peak of the optimizer's step: fused AdamW takes gradients in
   fp32, so one group's bf16 gradient at a time is copied to fp32 (the embedding's is the largest). The
-  ideal's update works value by value."""
+  ideal's update works value by value, as that of `adamw_triton` does."""
 WHY_HIGHER = """: no tensor more, but
   blocks that the allocator leaves uncut, of up to 1 MiB for each shard ("rest").
 """
