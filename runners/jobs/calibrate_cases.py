@@ -207,16 +207,29 @@ def _matrix_products(is_cuda: bool) -> Iterator[Case]:
                 yield _product("nn", tokens, hidden, outer, "bf16")
                 yield _product("tn", outer, hidden, tokens, "bf16")
         yield _product("nt", 4096, 128256, hidden, "bf16")
-    for hidden, inner in ((2048, 6144), (4096, 14336)):
+    yield from _unaligned_products()
+    for hidden, inner in ((896, 4864), (2048, 6144), (4096, 14336)):
         for tokens in (1024, 4096):
             yield _product("nt", tokens, inner, hidden, "fp32")
             yield _product("nn", tokens, hidden, inner, "fp32")
             yield _product("tn", inner, hidden, tokens, "fp32")
+    for layout, m, n, k in (("nt", 2048, 32000, 896), ("nn", 2048, 896, 32000)):
+        yield _product(layout, m, n, k, "fp32")
+    yield _product("tn", 32000, 896, 2048, "fp32")
     for layout, m, n, k in (("nt", 4096, 14336, 4096), ("nn", 4096, 4096, 14336)):
         alone = _product(layout, m, n, k, "bf16")
         lasting = {"operation": f"{alone.operation}_sustained"}
         yield SustainedCase(**{f.name: getattr(alone, f.name) for f in fields(alone)} | lasting)
     yield from _mixtures()
+
+
+def _unaligned_products() -> Iterator[Case]:
+    """A head and its gradients over GPT-2's vocabulary: rows that do not begin at multiples of 16 bytes."""
+    vocabulary = 50257
+    for tokens, hidden in ((1024, 1280), (8192, 1280), (4096, 4096)):
+        yield _product("nt", tokens, vocabulary, hidden, "bf16")
+        yield _product("nn", tokens, hidden, vocabulary, "bf16")
+        yield _product("tn", vocabulary, hidden, tokens, "bf16")
 
 
 def _mixtures() -> Iterator[Case]:
