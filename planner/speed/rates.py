@@ -27,6 +27,9 @@ _SMALLEST_KERNEL_S = 2e-6
 # exactly counts 400 times one at a factor of 2.
 _LAYOUT_DISTANCE, _NEAR_DISTANCE = 0.25, 0.05
 _LAYOUTS = ("nt", "nn", "tn", "tt")
+# Kernels that load 16 bytes at a time need rows that begin at multiples of them, of eight numbers in bf16:
+# products of other matrices run kernels of their own, and so are a kind of their own.
+UNALIGNED, _ALIGNED_NUMBERS = "mm_unaligned", 8
 # What the kind of an attention computed in fp32 ends in, and that of our kernels for Hopper.
 FP32_ATTENTION, HOPPER = "_fp32", "hopper"
 # Stream times are kept at powers of sqrt(2) bytes, from 256 bytes to 16 TiB.
@@ -90,8 +93,14 @@ class Rates:
         points = self.products.get((kind, dtype)) or self.products.get(("mm", dtype))
         if points is None:
             return ideal_s
-        rows = np.stack((m, n, k), axis=-1)
-        return ideal_s / np.exp(_near_mean(points, np.log2(rows), layouts))
+        places = np.log2(np.stack((m, n, k), axis=-1))
+        ratios = _near_mean(points, places, layouts)
+        slow = self.products.get((UNALIGNED, dtype))
+        if slow is not None and kind != "grouped":
+            unaligned = _is_unaligned(layouts, sizes)
+            if np.any(unaligned):
+                ratios = np.where(unaligned, _near_mean(slow, places, layouts), ratios)
+        return ideal_s / np.exp(ratios)
 
     def _ideal_s(
         self, dtype: str, batch: Any, sizes: tuple[Any, Any, Any], element_bytes: int
@@ -187,6 +196,15 @@ def _near_mean(points: ProductPoints, sizes: Any, layouts: Any) -> Any:
     return weights @ points.ratios / weights.sum(-1)
 
 
+def _is_unaligned(layouts: Any, sizes: tuple[Any, Any, Any]) -> Any:
+    """Whether rows of [m, k], [k, n] or [m, n], as their layouts hold them, are no multiples of 16 bytes in bf16."""
+    m, n, k = sizes
+    rows = (np.where(np.less(layouts, 2), k, m), np.where(np.mod(layouts, 3) == 0, k, n), n)
+    return np.any(
+        [np.mod(row, _ALIGNED_NUMBERS) != 0 for row in np.broadcast_arrays(*rows)], axis=0
+    )
+
+
 def layout_number(layout: str) -> int:
     """Return the number of a layout."""
     return _LAYOUTS.index(layout)
@@ -275,7 +293,12 @@ def _product_points(
         if name in _PRODUCTS and curve.flops and "sustained" not in layout:
             # Earlier calibrations measured the experts' forward alone.
             layout = "nn" if layout == "mm" else layout
-            groups.setdefault((_PRODUCTS[name], curve.dtype), []).append((curve, layout))
+            kind = _PRODUCTS[name]
+            is_whole = kind == "mm" and curve.dtype == "bf16"
+            m, n, k = curve.shape[:3]
+            if is_whole and _is_unaligned(layout_number(layout), (m, n, k)):
+                kind = UNALIGNED
+            groups.setdefault((kind, curve.dtype), []).append((curve, layout))
     return {key: _points(rates, key, found, idle_s) for key, found in groups.items()}
 
 

@@ -78,6 +78,36 @@ def test_the_nearer_of_two_products_counts_more() -> None:
     assert np.log(ratios[1]) == pytest.approx((np.log(ratios[0]) + np.log(ratios[2])) / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("layout", "sizes", "is_slow"),
+    [
+        # Rows of the result, of either factor: 50,257 numbers of two bytes are no multiple of 16.
+        ("nt", (512, 50257, 512), True),
+        ("nn", (512, 512, 50257), True),
+        ("tn", (50257, 512, 512), True),
+        ("nt", (512, 50264, 512), False),
+        # The longer dimension of a factor that lies across may be any.
+        ("nt", (50257, 512, 512), False),
+        ("tn", (512, 512, 50257), False),
+    ],
+)
+def test_products_whose_rows_are_not_aligned_are_a_kind_of_their_own(
+    layout: str, sizes: tuple[int, int, int], is_slow: bool
+) -> None:
+    flops = 2.0 * 512 * 512 * 50257
+    found = rates(
+        curve("matmul_nt", (512, 50264, 512), 1.0 + 1e-6, flops=flops),
+        curve("matmul_nt", (512, 50257, 512), 8.0 + 1e-6, flops=flops),
+    )
+    m, n, k = (np.array([float(size)]) for size in sizes)
+    number, one = np.array([float(layout_number(layout))]), np.array([1.0])
+    [taken_s] = found.product_s("mm", "bf16", number, one, (m, n, k))
+    assert taken_s == pytest.approx(8.0 if is_slow else 1.0, rel=0.01)
+    # Other dtypes have no such kernels.
+    [in_fp32] = found.product_s("mm", "fp32", number, one, (m, n, k))
+    assert in_fp32 == pytest.approx(found._ideal_s("fp32", 1.0, sizes, 4))
+
+
 def test_streams_go_along_their_curve_and_on_at_its_last_rate() -> None:
     number = stream_number("copy", "bf16")
     found = rates()
