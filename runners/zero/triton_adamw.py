@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ KIND = "adamw_triton"
 class TritonAdamW(torch.optim.Optimizer):
     """Keeps what torch's AdamW keeps of flat fp32 tensors [n], with the step counter on the host.
 
-    Raises ValueError for tensors in another dtype, or where Triton cannot run.
+    Torch's `.grad` has the dtype of its tensor, so gradients are handed to `step_with` instead. Raises ValueError for tensors in another dtype, or where Triton cannot run.
     """
 
     def __init__(self, tensors: Iterable[Tensor], lr: float) -> None:
@@ -32,12 +32,6 @@ class TritonAdamW(torch.optim.Optimizer):
                 )
             if not (tensor.is_cuda or INTERPRETED):
                 raise ValueError(f"{KIND} is a Triton kernel and needs a GPU: use adamw_fused here")
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step every tensor with its `.grad`, which torch keeps in the tensor's own dtype."""
-        for tensor in self._tensors():
-            if tensor.grad is not None:
-                self.step_with(tensor, tensor.grad)
 
     def step_with(self, tensor: Tensor, gradient: Tensor, copy: Tensor | None = None) -> None:
         """Step one tensor with a gradient [n] in any float dtype; round the new values to `copy`."""
