@@ -18,7 +18,8 @@ KIND = "adamw_triton"
 class TritonAdamW(torch.optim.Optimizer):
     """Keeps what torch's AdamW keeps of flat fp32 tensors [n], with the step counter on the host.
 
-    Torch's `.grad` has the dtype of its tensor, so gradients are handed to `step_with` instead. Raises ValueError for tensors in another dtype, or where Triton cannot run.
+    Torch's `.grad` has the dtype of its tensor, so gradients are handed to `step_with` instead. Raises
+    ValueError for tensors in another dtype, or where Triton cannot run.
     """
 
     def __init__(self, tensors: Iterable[Tensor], lr: float) -> None:
