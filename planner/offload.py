@@ -1,4 +1,4 @@
-"""What an optimizer in host memory costs: bytes there, and time on the host's link and memory."""
+"""What an optimizer in host memory costs: bytes there, and time on the host's link and CPUs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from planner.hardware import Gpu
 from planner.memory.offload import host_ledger, host_shards
 from planner.memory.states import compute_bytes
 from planner.model import ModelSpec
+from planner.speed.calibrated import rates_of
 from planner.units import format_bytes, format_rate, format_seconds
 from planner.workload import Parallelism, TrainingWorkload
-
-# A DGX H100's two Xeon 8480C have eight channels of DDR5-4800 each (2 x 307.2 GB/s, NVIDIA DGX
-# H100 user guide; Intel ARK, Xeon Platinum 8480+), shared by eight GPUs.
-HOST_MEMORY_BYTES_S = 76.8e9
 
 # AdamW reads value, gradient and both moments and writes all but the gradient, in fp32; before it
 # the gradient is written in fp32, after it the value is read.
@@ -33,34 +30,40 @@ class HostStep:
     """
 
     link_s: Any
-    memory_s: Any
+    update_s: Any
     ends_s: Any
     memory_bytes: Any
+    threads: int
 
     @property
     def time_s(self) -> Any:
         """Seconds that the step takes."""
-        return np.maximum(self.link_s, self.memory_s) + self.ends_s
+        return np.maximum(self.link_s, self.update_s) + self.ends_s
 
     @property
     def bound(self) -> str:
         """What most of the time goes to."""
-        return "host link" if float(self.link_s) > float(self.memory_s) else "host memory"
+        return "host link" if float(self.link_s) > float(self.update_s) else "host memory"
 
 
 def host_step(spec: ModelSpec, workload: TrainingWorkload, world_size: Any, gpu: Gpu) -> HostStep:
-    """Return the time of max(copies, AdamW) + ends: bytes over bandwidths, a bound from below."""
+    """Return the time of max(copies, AdamW) + ends: updates as they were measured, bytes over the link's.
+
+    The host is taken to have as many CPUs for each GPU as the measured one.
+    """
     shards = host_shards(spec, workload, world_size)
     itemsize = compute_bytes(workload.precision)
     elements, longest = shards.total() * 1.0, shards.largest() * 1.0
-    # Read out of one buffer and written into the other.
-    memory_bytes = elements * (_ADAMW_FP32_PASSES * _FP32_BYTES + 2 * itemsize)
+    updates = rates_of(gpu).host_updates
+    assert updates is not None  # the shipped curves have them
     link = gpu.host_link_bytes_s
     return HostStep(
         link_s=elements * itemsize / link,  # each way, at once
-        memory_s=memory_bytes / HOST_MEMORY_BYTES_S,
+        update_s=shards.map(updates.update_s).total(),
         ends_s=2 * longest * itemsize / link,
-        memory_bytes=memory_bytes,
+        # Read out of one buffer and written into the other.
+        memory_bytes=elements * (_ADAMW_FP32_PASSES * _FP32_BYTES + 2 * itemsize),
+        threads=updates.threads,
     )
 
 
@@ -79,6 +82,6 @@ def offload_notes(
         f"{format_bytes(pinned)} pinned (torch rounds each pinned buffer up to a power of two).",
         f"Offloading adds at least {format_seconds(float(step.time_s))} to a step, bound by the "
         f"{step.bound}: copies take {format_seconds(float(step.link_s))} each way at "
-        f"{format_rate(gpu.host_link_bytes_s, 'B')}, AdamW {format_seconds(float(step.memory_s))} "
-        f"at {format_rate(HOST_MEMORY_BYTES_S, 'B')} of host memory, an eighth of a DGX H100's.",
+        f"{format_rate(gpu.host_link_bytes_s, 'B')}, AdamW {format_seconds(float(step.update_s))} "
+        f"with {step.threads} threads, as measured on a host with 16 CPUs beside each GPU.",
     )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from planner.calibration import Curve
 from planner.speed.host import HostTable
+from planner.speed.host_updates import HostUpdates, updates_from_curves
 from planner.speed.stream_kinds import STREAM_KINDS, stand_ins, stream_number
 
 Floats = NDArray[np.float64]
@@ -78,6 +79,7 @@ class Rates:
     network_share: float
     gpus_per_node: int
     host: HostTable
+    host_updates: HostUpdates | None
 
     def product_s(
         self, kind: str, dtype: str, layouts: Any, batch: Any, sizes: tuple[Any, Any, Any]
@@ -248,6 +250,7 @@ def rates_from_curves(
         network_share=network_share,
         gpus_per_node=gpus_per_node,
         host=host,
+        host_updates=updates_from_curves(curves) or (instead.host_updates if instead else None),
     )
     own = _product_points(rates, curves, idle_s)
     return replace(rates, products={**(instead.products if instead else {}), **own})

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from planner.calibration import Curve
 from planner.errors import PlanError
 from planner.memory.offload import host_ledger, pinned_bytes
-from planner.offload import HOST_MEMORY_BYTES_S
 from planner.plan import Plan, parse_plan
 from planner.predict import predict
+from planner.speed.host_updates import HostUpdates
+from planner.speed.own import OwnCalibration, calibrated
 
 # Llama 3.2 1B by its config.json: tied embedding of 128,256 x 2,048, 16 layers of 60,821,504, a norm.
 EMBEDDING, LAYER, HEAD = 128_256 * 2_048, 60_821_504, 2_048
@@ -72,17 +76,38 @@ def test_pinned_blocks_are_powers_of_two(size: int, pinned: int) -> None:
     assert pinned_bytes(size) == pinned
 
 
-def test_a_step_costs_the_slower_of_link_and_host_memory_and_two_copies() -> None:
-    prediction = predict(plan())
+def test_a_step_costs_the_slower_of_link_and_updates_and_two_copies() -> None:
+    # A microsecond for 1,000 elements, and never less than what the smallest measured update took.
+    points = [
+        Curve(
+            operation="host_update",
+            shape=(elements, threads),
+            dtype="bf16",
+            bytes=40 * elements,
+            flops=0.0,
+            time_s=1e-9 * elements * 8 / threads,
+            n=5,
+        )
+        for elements, threads in ((10**6, 8), (10**8, 8), (10**6, 4))
+    ]
+    offloaded = plan()
+    own = OwnCalibration(offloaded.hardware.id, tuple(points), "by hand")
+    prediction = predict(replace(offloaded, hardware=calibrated(offloaded.hardware, own)))
     operation = {o.name: o for o in prediction.throughput.operations}["optimizer.host"]
     # 40 B of host memory an element: the gradient read in bf16 and written in fp32, AdamW's seven
     # passes of 4 B, the value read and written in bf16. PCIe 5 x16 moves 63 GB/s each way.
-    elements = TOTAL / 4
+    updates_s = 1e-9 * (EMBEDDING + 16 * LAYER) / 4 + 1e-3
     ends_s = 2 * 2 * (EMBEDDING / 4) / 63e9
-    assert operation.time_s == pytest.approx(40 * elements / HOST_MEMORY_BYTES_S + ends_s)
-    assert operation.bound == "host memory"
+    assert operation.time_s == pytest.approx(updates_s + ends_s)
+    assert (operation.bound, operation.bytes) == ("host memory", 40 * TOTAL / 4)
     assert any("512.00 MiB pinned" in note for note in prediction.notes)
-    assert any("Offloading adds at least" in note for note in prediction.notes)
+    assert any("with 8 threads, as measured" in note for note in prediction.notes)
+
+
+def test_beyond_the_largest_measured_update_the_rate_stays() -> None:
+    updates = HostUpdates(np.array([1e6, 4e6]), np.array([1e-3, 8e-3]), 8)
+    found = updates.update_s(np.array([1e5, 1e6, 2.5e6, 8e6]))
+    assert found == pytest.approx([1e-3, 1e-3, 4.5e-3, 16e-3])
 
 
 def test_of_a_plan_with_adapters_the_host_steps_those() -> None:
