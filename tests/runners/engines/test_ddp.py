@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 from runners.engines.ddp import DdpEngine
 from runners.engines.zero_redundancy import ZeroRedundancyEngine
 from runners.zero.collectives import LocalCollectives
+from tests.runners import forks
 
 HERE = Path(__file__).parent
 MODELS = ("llama", "gpt2")
@@ -29,18 +27,13 @@ Ranks = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     out = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
-    command = [sys.executable, str(HERE / "rank_cases.py")]
+    script = str(HERE / "rank_cases.py")
+    logs = [out / f"rank{rank}.log" for rank in range(2)]
     processes = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(out)],
-            env=environment,
-            stderr=(out / f"rank{rank}.err").open("w"),
-        )
-        for rank in range(2)
+        forks.begin([script, str(rank), "2", str(out)], log) for rank, log in enumerate(logs)
     ]
-    for rank, process in enumerate(processes):
-        assert process.wait(timeout=300) == 0, (out / f"rank{rank}.err").read_text()[-2000:]
+    for process, log in zip(processes, logs, strict=True):
+        assert forks.finish(process, timeout_s=300) == 0, log.read_text()[-2000:]
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -165,10 +158,8 @@ def test_the_job_trains_one_rank_of_eight_alone(tmp_path: Path, engine: str, sta
     spec = {"schema": 1, "kind": "train_step", "world": "solo", "rank": 0, "device": "cpu"}
     spec |= {"warmup": 2, "steps": 1, "plan": plan}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "runners.jobs.train_step", str(tmp_path / "spec.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = HERE.parents[2]
-    subprocess.run([*command, str(tmp_path)], cwd=root, env=environment, check=True, timeout=200)
+    arguments = ["-m", "runners.jobs.train_step", str(tmp_path / "spec.json"), str(tmp_path)]
+    assert forks.run_ranks(arguments, 1, tmp_path / "log", timeout_s=200) == [0]
     measured = json.loads((tmp_path / "result.json").read_text())["measured"]
     # 64*32 + 3*(2*32*32 + 2*16*32 + 3*48*32 + 2*32) + 32, in bf16.
     whole = 2 * (2048 + 3 * 7744 + 32)

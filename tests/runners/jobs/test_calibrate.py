@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,11 @@ import torch
 
 from planner.calibration import Curve
 from planner.errors import PlanError
-from runners.contract import JobSpec
 from runners.jobs.calibrate import parse_calibration
 from runners.jobs.calibrate_cases import local_cases
 from runners.jobs.calibrate_host import DEPTHS, HostCase, host_cases, small_config
 from runners.jobs.calibrate_kinds import kind_cases
-from runners.launch import job_command
-
-ROOT = Path(__file__).parents[3]
+from tests.runners import forks
 
 
 def _run(out: Path, ranks: int, budget_s: float) -> tuple[int, dict[str, Any]]:
@@ -32,10 +27,9 @@ def _run(out: Path, ranks: int, budget_s: float) -> tuple[int, dict[str, Any]]:
     }
     out.mkdir()
     (out / "spec.json").write_text(json.dumps(spec))
-    command = job_command(JobSpec.from_dict(spec), out)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=300)
-    return done.returncode, json.loads((out / "result.json").read_text())
+    arguments = ["-m", "runners.jobs.calibrate", str(out / "spec.json"), str(out)]
+    codes = forks.run_ranks(arguments, ranks, out / "log", timeout_s=300)
+    return max(codes), json.loads((out / "result.json").read_text())
 
 
 def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:

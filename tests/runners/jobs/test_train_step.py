@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.runners import forks
+
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -56,12 +54,9 @@ def _spec(*, world: str = "cpu", rank: int = 0, device: str | None = None, **pla
 def _run(spec: dict, out: Path, ranks: int = 1) -> tuple[int, dict[str, Any]]:
     out.mkdir()
     (out / "spec.json").write_text(json.dumps(spec))
-    module = ["-m", "runners.jobs.train_step", str(out / "spec.json"), str(out)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), *module]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=200)
-    return done.returncode, json.loads((out / "result.json").read_text())
+    arguments = ["-m", "runners.jobs.train_step", str(out / "spec.json"), str(out)]
+    codes = forks.run_ranks(arguments, ranks, out / "log", timeout_s=200)
+    return max(codes), json.loads((out / "result.json").read_text())
 
 
 def test_one_rank_measures_times_losses_and_state(tmp_path: Path) -> None:

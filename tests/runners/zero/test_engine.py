@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from runners.engines.precision import forward_context
 from runners.zero.collectives import LocalCollectives
 from runners.zero.engine import ZeroEngine
+from tests.runners import forks
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 CPU = torch.device("cpu")
 STAGES = (0, 1, 2, 3)
 MODELS = ("llama", "gpt2")
@@ -41,18 +39,14 @@ Case = rank_main.Case
 
 
 def _run_ranks(world_size: int, out: Path) -> list[dict[str, Any]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(HERE / "rank_main.py")]
+    script = str(HERE / "rank_main.py")
+    logs = [out / f"rank{rank}.log" for rank in range(world_size)]
     processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size), str(out)],
-            env=environment,
-            stderr=(out / f"rank{rank}.err").open("w"),
-        )
-        for rank in range(world_size)
+        forks.begin([script, str(rank), str(world_size), str(out)], log)
+        for rank, log in enumerate(logs)
     ]
-    for rank, process in enumerate(processes):
-        assert process.wait(timeout=300) == 0, (out / f"rank{rank}.err").read_text()[-2000:]
+    for process, log in zip(processes, logs, strict=True):
+        assert forks.finish(process, timeout_s=300) == 0, log.read_text()[-2000:]
     return [torch.load(out / f"rank{r}.pt") for r in range(world_size)]
 
 

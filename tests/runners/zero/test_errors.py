@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from runners.zero.engine import ZeroEngine
 from runners.zero.errors import ZeroError
+from tests.runners import forks
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 CONFIG = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -150,19 +147,16 @@ def test_gradients_that_are_not_finite_are_named_before_the_step(stage: int) -> 
 
 def _said(case: str, out: Path) -> list[str]:
     """What each of two ranks raised in a case of errors_main.py; empty where it left nothing."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "errors_main.py"), case, str(rank), "2", str(out)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+    script = str(HERE / "errors_main.py")
+    first, second = (
+        forks.begin([script, case, str(rank), "2", str(out)], out / f"rank{rank}.log")
         for rank in range(2)
-    ]
-    ranks[0].wait(timeout=120)
-    for process in ranks:
-        process.communicate(timeout=60)
+    )
+    forks.finish(first, timeout_s=120)
+    # The second ends with the first, or is the one that hangs.
+    second.join(10.0 if case != "silent" else 0.0)
+    second.kill()
+    second.join()
     files = [out / f"rank{rank}.txt" for rank in range(2)]
     return [file.read_text() if file.exists() else "" for file in files]
 
