@@ -4,7 +4,7 @@ Shape letters: B batch, H query heads, G query heads per key/value head, S seque
 queries and keys, V of values. Each program owns one tile of queries and walks the keys; nothing is
 accumulated across programs, so every result is deterministic. Logits live in the exp2 domain:
 `scale_log2 = scale * log2(e)`. Addresses are int64 wherever a stride meets an index; the last
-dimension must be contiguous.
+dimension must be contiguous. Without PARTIALS all tiles are seen whole: a full mask that fills its tiles.
 """
 
 # ruff: noqa: N803 (compile-time arguments are upper case, as Triton code has them)
@@ -110,6 +110,7 @@ def forward_kernel(
     softcap: tl.tensor,
     MASK: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -153,7 +154,7 @@ def forward_kernel(
         )  # fmt: skip
     low, high = key_run(rows, seq_q, seq_k, left, right, table, MASK)
     ahead = prefix_end(rows, seq_q, seq_k, prefix, MASK)
-    for visit in range(visits[7]):
+    for visit in range(visits[7] if PARTIALS else 0):
         key = partial_tile(visit, visits, table, MASK, MASK_BLOCK, BLOCK_N)
         acc, peak, total = _attend_tile(
             acc, peak, total, queries, k, v, low, high, ahead, key, floor, limit,

@@ -108,6 +108,7 @@ def key_gradient_kernel(
     softcap: tl.tensor,
     MASK: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -116,10 +117,7 @@ def key_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Compute dK and dV for BLOCK_N keys of one key/value head over its whole group.
-
-    Keys past seq_k need no mask: their rows of dK and dV are garbage that is never stored.
-    """
+    """Compute dK and dV for BLOCK_N keys of one key/value head over its whole group."""
     num_tiles = tl.cdiv(seq_k, BLOCK_N)
     first = tl.program_id(0) % num_tiles * BLOCK_N
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -128,6 +126,7 @@ def key_gradient_kernel(
     v += batch * v_strides[0] + kv_head * v_strides[1]
     keys = load_tile(k, first, 0, seq_k, k_strides[2], BLOCK_N, HEAD_DIM, BLOCK_D, True)
     values = load_tile(v, first, 0, seq_k, v_strides[2], BLOCK_N, VALUE_DIM, BLOCK_V, True)
+    # Keys past seq_k need no mask: their rows of dK and dV are garbage that is never stored.
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     rows = first + tl.arange(0, BLOCK_N)
@@ -142,7 +141,7 @@ def key_gradient_kernel(
         visits, floor, limit = visits_of_keys(
             first, seq_q, seq_k, left, right, prefix, listed, MASK, MASK_BLOCK, BLOCK_M, BLOCK_N
         )
-        for visit in range(visits[7]):
+        for visit in range(visits[7] if PARTIALS else 0):
             query = partial_tile(visit, visits, listed, MASK, MASK_BLOCK, BLOCK_M)
             dk, dv = _key_gradient_tile(
                 dk, dv, keys, values, q_head, do_head, lse_head, delta_head, low, high,
@@ -241,6 +240,7 @@ def query_gradient_kernel(
     softcap: tl.tensor,
     MASK: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -283,7 +283,7 @@ def query_gradient_kernel(
         )  # fmt: skip
     low, high = key_run(rows, seq_q, seq_k, left, right, table, MASK)
     ahead = prefix_end(rows, seq_q, seq_k, prefix, MASK)
-    for visit in range(visits[7]):
+    for visit in range(visits[7] if PARTIALS else 0):
         key = partial_tile(visit, visits, table, MASK, MASK_BLOCK, BLOCK_N)
         dq = _query_gradient_tile(
             dq, queries, do, lse_log2, row_delta, k, v, low, high, ahead, key, floor, limit,

@@ -199,11 +199,19 @@ def _shared_bytes(device_index: int) -> int:
 
 
 def _options(q: Tensor, v: Tensor, kernel: Pass, mask: _Lowered) -> dict[str, Any]:
-    """Return the compile-time arguments of `kernel`: sizes of heads and tiles, and the mask's kind."""
+    """Return the compile-time arguments of `kernel`: sizes of heads and tiles, and the mask's kind.
+
+    A full mask over whole tiles has no partial ones: kernels without the code for these have more
+    registers left.
+    """
     available = MAX_SHARED_BYTES if INTERPRETED else _shared_bytes(q.device.index)
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     blocks = choose_blocks(max(head_dim, value_dim), q.element_size(), kernel, available)
-    return blocks.within(mask.block).options() | {
+    blocks = blocks.within(mask.block)
+    walks_queries = kernel is Pass.KEY_GRADIENT
+    rest = q.shape[2] % blocks.queries if walks_queries else v.shape[2] % blocks.keys
+    return blocks.options() | {
+        "PARTIALS": mask.kind != MaskKind.FULL or rest > 0,
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
         "BLOCK_D": padded_head_dim(head_dim),

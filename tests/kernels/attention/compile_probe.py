@@ -65,6 +65,7 @@ def compile_one(request: str) -> dict[str, Any]:
     constants = {
         "MASK": mask,
         "MASK_BLOCK": MASK_BLOCK if mask == "blocks" else 0,
+        "PARTIALS": mask != "full",
         "CAPPED": capped == "1",
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,

@@ -26,11 +26,13 @@ SPILLED_BYTES = {
     (HOPPER, Pass.KEY_GRADIENT, "causal", 64): 160,
     (HOPPER, Pass.KEY_GRADIENT, "causal", 128): 96,
     (HOPPER, Pass.KEY_GRADIENT, "documents", 128): 96,
+    (HOPPER, Pass.KEY_GRADIENT, "full", 128): 88,
     (AMPERE, Pass.KEY_GRADIENT, "causal", 128): 12,
 }
 
 
 Case = tuple[Pass, tuple[int, int], str, bool]
+# A full mask is compiled for lengths that fill their tiles.
 CAUSAL: list[Case] = [(kernel, (d, d), "causal", False) for kernel in Pass for d in (64, 128)]
 # Of each other kind one kernel: the sinks and the softcap are in those marked True.
 MASKED: dict[int, list[Case]] = {
@@ -39,6 +41,7 @@ MASKED: dict[int, list[Case]] = {
         (Pass.KEY_GRADIENT, (128, 128), "documents", False),
         (Pass.QUERY_GRADIENT, (128, 128), "blocks", False),
         (Pass.FORWARD, (192, 128), "causal", False),
+        *((kernel, (128, 128), "full", False) for kernel in Pass),
     ],
     AMPERE: [
         (Pass.FORWARD, (128, 128), "global", False),
