@@ -250,7 +250,7 @@ def compared_traces(url: str) -> list[dict[str, Any]]:
                 "measured_s": one.measured_s,
                 "error_percent": one.error_percent,
             }
-            for one in compare_latency(found.continuous, row.measured)
+            for one in compare_latency(found, row.measured)
         ]
     return rows
 

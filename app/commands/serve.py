@@ -179,6 +179,6 @@ def print_serving(detail: RunDetail) -> None:
     if peers := peer_cells(measured):
         print_table(make_table("The same trace", PEER_COLUMNS[:1], PEER_COLUMNS[1:], peers))
     if found := simulated_row(detail.spec, detail.environment, measured):
-        compared = compared_cells(compare_latency(found.continuous, measured))
+        compared = compared_cells(compare_latency(found, measured))
         title = f"Simulated on {found.gpu.name}, beside it"
         print_table(make_table(title, COMPARED_COLUMNS[:2], COMPARED_COLUMNS[2:], compared))

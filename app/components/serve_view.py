@@ -84,7 +84,7 @@ def _show_simulated(run: Mapping[str, Any]) -> None:
     if found is None:
         return
     st.markdown("**Simulated beside measured**")
-    cells = compared_cells(compare_latency(found.continuous, run["measured"]))
+    cells = compared_cells(compare_latency(found, run["measured"]))
     show_table(
         [dict(zip(COMPARED_COLUMNS, row, strict=True)) for row in cells],
         key="serve_simulated",

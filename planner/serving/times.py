@@ -44,7 +44,12 @@ _SMALL, _LARGE, _MIXTURE = (
     "meta-llama/Llama-3.1-8B",
     "Qwen/Qwen3-30B-A3B",
 )
-FITTED_STEPS = frozenset(((_SMALL, 16, 512), (_MIXTURE, 1, 1024), (_MIXTURE, 16, 1024)))
+FITTED_STEPS = frozenset(
+    (
+        *((_SMALL, *shape) for shape in ((16, 512), (1, 512), (16, 8192))),
+        *((_MIXTURE, *shape) for shape in ((1, 1024), (16, 1024))),
+    )
+)
 FITTED_PREFILLS = frozenset(
     (
         *(
@@ -59,8 +64,10 @@ SERVE_ROWS = frozenset(
     ("4b9cdfe1b06d1b35", "b7dcbad6e5500c05", "df40b0c8d35820ec", "7185e92847b1d823")
 )
 
-# Fitted to Llama-3.2-1B at batch 16 over 512 tokens, which is almost all small kernels.
-_BETWEEN_KERNELS_S = 0.5e-6
+# From a profile of decode steps (Llama-3.2-1B, batch 1, recorded/h200-profile.jsonl): 263 kernels are busy for 1.20
+# of 1.30 ms, so 0.38 us pass between two; the small ones take 1.43 us, 0.81 less than a copy timed by itself; and
+# the choice of the largest logit takes 35 us for 128,256 (40 for 16 rows of them), one block for each row.
+_BETWEEN_KERNELS_S, _STARTED_S, _ARGMAX_S = 0.38e-6, 0.81e-6, 0.29e-9
 # Products of so many tokens are measured ones of few; from these on the curves of training hold, and between
 # them time goes by a straight line.
 _MANY_TOKENS = 2 * MOST_FEW_TOKENS
@@ -75,10 +82,10 @@ _TILE_TOKENS, _PROGRAMS_PER_MULTIPROCESSOR = 64, 2
 _POWER_TIMES_S, _POWER_FACTORS = (22e-3, 60e-3), (0.87, 1.09)
 # Experts of a random router are visited unevenly: their grouped products take longer than even ones of
 # the curves, and reach only so much of the sheet's FLOPs. Both fitted to Qwen3-30B-A3B at batch 16.
-_UNEVEN_FACTOR, _UNEVEN_SHARE = 1.17, 0.26
+_UNEVEN_FACTOR, _UNEVEN_SHARE = 1.21, 0.26
 # A sort of a few values, or their largest, takes so much longer than a copy: fitted to the same model at
 # batch 1.
-_SORT_S = 9e-6
+_SORT_S = 9.6e-6
 _KINDS_FROM_BYTES = float(4 * MIB_BYTES)
 # Of what products reach, attention over latents reaches half: it is bound by FLOPs with many heads.
 _LATENT_SHARE = 0.5
@@ -91,17 +98,18 @@ _HOPPER, _HOPPER_HEADS = "9.0", (64, 128)
 # (planner/speed/h200.json: the host's for Llama, with its pace). Alone, a decode attention takes 0.107 ms of
 # the host (batch 1, 4,096 tokens, timed with the host's start).
 _HOST_FORWARD_S = 8e-3
-_HOST_OWN_S = 135e-6
+_HOST_OWN_S = 116e-6
 _HOST_TORCH_S = 26e-6
 # Before a prefill's graph a dozen small operations put tokens and block tables where it reads them.
 _REPLAY_S = 12 * _HOST_TORCH_S
 # What our engine's host does in a step while the GPU waits, and for each request that decodes (its page, its
 # token), and for a chunk of a prompt (its room, who decodes then): fitted to two traces of Llama-3.2-1B, of few
 # requests at once and of many.
-_STEP_HOST_S, _ROW_HOST_S, _CHUNK_HOST_S = 0.08e-3, 13e-6, 0.2e-3
+_STEP_HOST_S, _ROW_HOST_S, _CHUNK_HOST_S = 0.12e-3, 13e-6, 0.2e-3
 # Kernels and slices by which a chunk's layer gathers the pages of what lies before it.
 _GATHERING_KERNELS = 6
 _OWN_KERNELS = ("norms", "activation", "rotary")
+_SMALL_KERNELS = (*_OWN_KERNELS, "residuals")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +253,15 @@ class StepTimes:
             one.count * self._stream_s(_moved(one, tokens), one.kind) for one in work.streams
         )
         time_s += _SORT_S * sum(one.count for one in work.streams if one.name == SORTS)
+        if self.served.fused:
+            small = sum(one.count for one in work.streams if one.name in _SMALL_KERNELS)
+            time_s -= _STARTED_S * (small + STEP_KERNELS)
         time_s += STEP_KERNELS * self._stream_s(tokens * self.part.hidden_size * few)
-        time_s += self._stream_s(logit_rows * self.part.vocab_size * few)
-        small = StepPart(
+        time_s += _ARGMAX_S * self.part.vocab_size + _BETWEEN_KERNELS_S
+        rest = StepPart(
             name="elementwise", flops=0.0, bytes=float(moved), time_s=time_s, bound="hbm"
         )
-        return tuple(part for part in (products, head, small, *self._sent(tokens, logit_rows)))
+        return tuple(part for part in (products, head, rest, *self._sent(tokens, logit_rows)))
 
     def _products(
         self, name: str, products: Iterable[Product], tokens: int, power: float

@@ -29,8 +29,8 @@ _GROUPED_KERNELS = 2
 # DeepSeek's queries and keys are rotated, joined and copied by ten kernels (list of deepseek_v2).
 _LATENT_KERNELS = 10
 # Kernels of transformers' own RMS norm (to fp32, square, mean, eps, root, two products, back), rotary embedding
-# (of query and key each: two products, a half turned and joined, a sum) and gated activation.
-_KERNELS_APART = {"norms": 8, "rotary": 10, "activation": 2}
+# (two products, a half turned and joined, a sum) and gated activation.
+_KERNELS_APART = {"norms": 8, "rotary": 5, "activation": 2}
 # Around the layers: angles, positions, the embedding's rows, and what picks and keeps the next token.
 STEP_KERNELS = 24
 
@@ -209,7 +209,8 @@ def _around_attention(part: ModelSpec, element_bytes: int) -> Iterator[Stream]:
         each = (2 * part.query_size + joined) * element_bytes / _LATENT_KERNELS
         yield _stream("latents", count * _LATENT_KERNELS, each)
     elif part.rotary_dim:
-        yield _stream("rotary", count, 2 * (part.query_size + part.kv_size) * element_bytes)
+        # One kernel for the queries and one for the keys.
+        yield _stream("rotary", 2 * count, (part.query_size + part.kv_size) * element_bytes)
     yield _stream("residuals", 2 * count, 3 * part.hidden_size * element_bytes)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from planner.calibration import sheet_of
@@ -17,13 +19,16 @@ from planner.serving.capacity import Capacity, ServingEngine, capacity
 from planner.serving.runs import TODAY, RanAs, check_room, kv_dtype_of, served_model
 from planner.serving.times import StepTimes
 from planner.simulation.continuous import simulate
-from planner.simulation.server import MAX_REQUESTS, server_of
+from planner.simulation.server import MAX_REQUESTS, Server, StepTime, server_of
 from planner.simulation.static import simulate_static
 from planner.simulation.steps import RememberedSteps
 from planner.simulation.tally import Simulation
 from planner.units import format_seconds, format_signed
 from planner.workload import ServingWorkload, WeightsDtype
 
+# Percentiles of a short trace hang on where in a step each arrival falls: they are means over so many
+# simulations whose steps are up to so much longer or shorter. Those of a long trace stand by themselves.
+_REPLICAS, _SPREAD, _SHORT_REQUESTS = 8, 0.03, 1000
 COMPARED = {"ttft_s": "time to first token", "tpot_s": "time per token", "e2e_s": "end to end"}
 PREDICTED_PERCENTILES = ("p50", "p90", "p99")
 
@@ -35,6 +40,8 @@ class SimulatedRun:
     run: ServeRun
     model: ModelSpec
     gpu: Gpu
+    server: Server
+    times: StepTime
     continuous: Simulation
     static: Simulation
     source: str
@@ -50,6 +57,8 @@ def simulate_run(run: ServeRun, model: ModelSpec, gpu: Gpu, ran: RanAs = TODAY) 
         run=run,
         model=model,
         gpu=gpu,
+        server=server,
+        times=remembered,
         continuous=simulate(run.trace, server, remembered),
         static=simulate_static(run.trace, server, remembered),
         source=times.source,
@@ -111,18 +120,50 @@ class Compared:
         return 100 * (self.predicted_s / self.measured_s - 1)
 
 
-def compare_latency(found: Simulation, measured: Mapping[str, Any]) -> list[Compared]:
+class _Varied:
+    """Step times that are each a little off, at random."""
+
+    def __init__(self, times: StepTime, seed: int) -> None:
+        self._times, self._draw = times, random.Random(seed)
+
+    def step_s(
+        self,
+        prefill_tokens: int,
+        prefill_context: int,
+        decode_batch: int,
+        decode_context_total: int,
+    ) -> float:
+        """Return the seconds of one step."""
+        asked = (prefill_tokens, prefill_context, decode_batch, decode_context_total)
+        return self._times.step_s(*asked) * self._draw.uniform(1 - _SPREAD, 1 + _SPREAD)
+
+
+def expected_latency(found: SimulatedRun) -> Mapping[str, Mapping[str, float]]:
+    """Return the percentiles to expect of a run's latencies, by the names of COMPARED."""
+    if len(found.run.trace) > _SHORT_REQUESTS:
+        return found.continuous.latency
+    varied = [
+        simulate(found.run.trace, found.server, _Varied(found.times, seed)).latency
+        for seed in range(_REPLICAS)
+    ]
+    return {
+        name: {percent: fmean(one[name][percent] for one in varied) for percent in percentiles}
+        for name, percentiles in varied[0].items()
+    }
+
+
+def compare_latency(found: SimulatedRun, measured: Mapping[str, Any]) -> list[Compared]:
     """Return every percentile that both have."""
-    latency = measured.get("latency") or {}
+    latency, expected = measured.get("latency") or {}, expected_latency(found)
     return [
         Compared(
             quantity=name,
             percentile=percentile,
-            predicted_s=found.latency[name][percentile],
+            predicted_s=expected[name][percentile],
             measured_s=latency[name][percentile],
         )
         for name in COMPARED
-        if name in found.latency and name in latency
+        if name in expected and name in latency
         for percentile in PREDICTED_PERCENTILES
         if latency[name].get(percentile)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from planner.simulation.continuous import simulate
 from planner.simulation.runs import (
     compare_latency,
     compared_cells,
+    expected_latency,
     simulate_asked,
     simulate_run,
     simulated_row,
@@ -46,13 +48,39 @@ def test_remembered_steps_differ_from_asking_each_time_by_less_than_a_thousandth
 def test_percentiles_stand_beside_measured_ones_with_signed_errors() -> None:
     run, model = parse_serve(ASKED)
     found = simulate_run(run, model, H200)
-    p50_s = found.continuous.latency["ttft_s"]["p50"]
+    p50_s = expected_latency(found)["ttft_s"]["p50"]
     measured = {"latency": {"ttft_s": {"p50": 2 * p50_s, "p90": 0.0}}}
-    (compared,) = compare_latency(found.continuous, measured)
+    (compared,) = compare_latency(found, measured)
     assert compared.error_percent == pytest.approx(-50)
     assert compared_cells([compared])[0][:2] == ("time to first token", "p50")
     assert compared_cells([compared])[0][-1] == "-50.0 %"
-    assert compare_latency(found.continuous, {}) == []
+    assert compare_latency(found, {}) == []
+
+
+def test_percentiles_to_expect_hang_on_no_arrival_s_place_in_a_step() -> None:
+    """Steps that all begin half a millisecond later move one simulation's tail, not the expected one."""
+    run, model = parse_serve({**ASKED, "trace": {**TRACE, "requests": 48, "rate_per_s": 60}})
+    found = [
+        simulate_run(
+            replace(
+                run,
+                trace=tuple(
+                    replace(one, arrival_s=one.arrival_s + shift_s) for one in run.trace[1:]
+                ),
+            ),
+            model,
+            H200,
+        )
+        for shift_s in (0.0, 0.5e-3)
+    ]
+    expected = [expected_latency(one) for one in found]
+    for name in ("ttft_s", "tpot_s"):
+        for percent in ("p50", "p90"):
+            first, second = (one[name][percent] for one in expected)
+            assert second == pytest.approx(first, rel=0.04)
+    # Each lies where the single simulations do.
+    single = found[0].continuous.latency["tpot_s"]["p50"]
+    assert expected[0]["tpot_s"]["p50"] == pytest.approx(single, rel=0.02)
 
 
 def test_only_runs_of_our_kernels_on_a_known_gpu_are_simulated() -> None:
@@ -73,7 +101,7 @@ def test_every_recorded_trace_is_simulated_with_all_its_requests() -> None:
     for row, simulated in found:
         assert simulated.continuous.states == row.measured["states"]
         assert simulated.continuous.tokens == sum(one[2] for one in row.measured["requests"])
-        assert len(compare_latency(simulated.continuous, row.measured)) == 9
+        assert len(compare_latency(simulated, row.measured)) == 9
 
 
 def test_a_long_trace_is_simulated_and_a_million_requests_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from planner.presets import resolve_model
 from planner.serving.times import ServedModel, StepTimes
 from planner.workload import KvDtype, WeightsDtype
 
+ROOT = Path(__file__).resolve().parents[3]
 H200 = resolve_gpu("h200")
 BANDWIDTH_BYTES_S, PEAK_FLOP_S = 4.8e12, 989.5e12
 LLAMA_LAYERS = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
@@ -69,6 +72,17 @@ def test_a_scale_for_every_cached_token_costs_what_a_byte_less_saves() -> None:
     at = (32, 32 * 8192)
     assert per_head.decode_s(*at) < 0.8 * plain.decode_s(*at)
     assert per_token.decode_s(*at) == pytest.approx(plain.decode_s(*at), rel=0.03)
+
+
+def test_the_kernels_of_a_profile_take_as_long_as_they_were_busy() -> None:
+    """One prompt of 512 tokens and 31 steps after it; between two of a step's 263 kernels pass 0.38 us."""
+    lines = (ROOT / "recorded/h200-profile.jsonl").read_text().splitlines()
+    row = next(row for row in map(json.loads, lines) if row["id"] == "cd78db38f6bf61a7")
+    assert (row["spec"]["decode"]["batch"], row["spec"]["decode"]["context"]) == (1, 512)
+    found = times("meta-llama/Llama-3.2-1B")
+    steps_s = sum(found.decode_s(1, 512 + step) - 263 * 0.38e-6 for step in range(1, 32))
+    prompt_s = sum(part.time_s for part in found.prefill_parts(512) if part.bound != "host")
+    assert steps_s + prompt_s == pytest.approx(row["measured"]["busy_s"], rel=0.02)
 
 
 def test_a_window_bounds_what_decoding_reads() -> None:
