@@ -343,10 +343,28 @@ def test_vllms_arguments(weights: str, kv_dtype: str) -> None:
     if weights in ("int8", "int4"):
         assert f"weights_dtype {weights}" in said(found)
     if HAS_VLLM:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        read = read_by_vllm(words[3:])
+        assert (read.max_num_seqs, read.max_num_batched_tokens) == (4096, 4096)
+        assert read.kv_cache_dtype == options["--kv-cache-dtype"]
+        assert (read.dtype, read.quantization) == (
+            options["--dtype"],
+            options.get("--quantization"),
+        )
+        assert read.data_parallel_size == 2
 
-        EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words[4:])
+
+def read_by_vllm(words: list[str]) -> Any:
+    """Return what vLLM's own parser makes of a model and arguments, on a machine without a GPU too."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    # As it is imported vLLM asks which device it is for; the arguments are the same for all.
+    vllm.platforms._current_platform = CpuPlatform()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", *words]))
 
 
 CHANGES: dict[str, Any] = {
