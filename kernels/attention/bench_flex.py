@@ -3,16 +3,18 @@
 The shapes are those of `bench` up to S = 16k: D = 64 and 128, all heads alike and grouped, full and
 causal, forward and backward. FlexAttention is compiled for each shape (static, fullgraph), which
 takes far longer than timing it: several processes with `--compile-share K/N` compile a part of the
-grid each and time nothing, and one process after them finds the code in torch's cache.
+grid each and time nothing, and one process after them finds the code in torch's cache. Cases whose
+rows are in the file already are passed over.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from kernels.timing import Report, require, times_in_turns
 
 # The middle of the range first: a run that is cut off has spread rows.
 SEQUENCES = (8192, 2048, 16384, 4096)
+CASE_FIELDS = tuple(field.name for field in fields(Case))
 
 
 def cases() -> Iterator[Case]:
@@ -111,6 +114,24 @@ def compile_share(grid: Sequence[Case], share: tuple[int, int]) -> None:
         print(f"compiled {case} in {time.monotonic() - started:.1f} s", flush=True)
 
 
+def left_of(grid: Sequence[Case], path: Path | None) -> list[Case]:
+    """Return the cases of which `path`, where it is there, holds no row in each direction."""
+    if path is None or not path.exists():
+        return list(grid)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    there = {
+        (str(row["direction"]), *(row[name] for name in CASE_FIELDS))
+        for row in rows
+        if "ratio" in row
+    }
+
+    def is_there(case: Case) -> bool:
+        of_case = tuple(getattr(case, name) for name in CASE_FIELDS)
+        return all((direction.value, *of_case) in there for direction in Direction)
+
+    return [case for case in grid if not is_there(case)]
+
+
 def main() -> None:
     """Print a line for each row and write it as JSON; stop starting cases after `--seconds`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -123,7 +144,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("no CUDA device: the benchmark times GPU kernels")
     prepare_flex()
-    grid, started = list(cases()), time.monotonic()
+    grid, started = left_of(list(cases()), arguments.json), time.monotonic()
     if arguments.compile_share:
         compile_share(grid, arguments.compile_share)
         return

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,18 @@ def test_the_grid_beside_flex_attention_is_that_of_the_bar_without_its_longest()
     grid = list(bench_flex.cases())
     assert len(grid) == len(set(grid)) == 32
     assert set(bench.cases()) - set(grid) == {c for c in bench.cases() if c.seq == 32768}
+
+
+def test_cases_with_rows_in_both_directions_are_passed_over(tmp_path: Path) -> None:
+    first, second, *rest = bench_flex.cases()
+    row = {**asdict(first), "direction": "forward", "ratio": 1.1}
+    rows = [row, row | {"direction": "backward"}]
+    rows += [{**asdict(second), "direction": "forward", "ratio": 1.0}]
+    rows += [{**asdict(rest[0]), "error": "RuntimeError: too far apart"}]
+    path = tmp_path / "rows.jsonl"
+    assert bench_flex.left_of([first, second, *rest], path) == [first, second, *rest]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert bench_flex.left_of([first, second, *rest], path) == [second, *rest]
 
 
 def test_a_share_is_read_or_refused() -> None:
