@@ -1,6 +1,6 @@
 """Write planner/speed/h200.json from rows of `peakmark calibrate`.
 
-python scripts/write_speed_rates.py recorded/h200-calibrate.jsonl recorded/speed/h200-{host,kinds,dtypes,offload}.jsonl
+python scripts/write_speed_rates.py recorded/h200-calibrate.jsonl recorded/speed/h200-{host,kinds,dtypes,offload,pace}.jsonl
 
 Each file holds JSON lines: recorded calibrations, single curves or single rows of the host. Of our kernels for
 Hopper `dtypes` has the lengths at which the GPU, not the host that starts them, took the time.
@@ -26,7 +26,8 @@ TARGET = Path("planner/speed/h200.json")
 SOURCE = "curves measured on an NVIDIA H200 (torch 2.11, CUDA 13.0)"
 # How much slower the hosts of recorded steps were than the idle one that was calibrated: the median of
 # measured over predicted time of these sixteen steps that wait for their host. They are the first by id
-# of 80, and no evidence for times.
+# of 80, and no evidence for times. So is that of the host which went through small modules in the median
+# time of recorded/speed/h200-pace.jsonl.
 PACE = 1.443
 PACE_ROWS = (
     *("011fb2f372f6d89c", "0208d9ca18387af7", "079305cf2d8a13c3", "12b2eef233adad05"),
@@ -88,7 +89,9 @@ class Measured:
         return case.engine == "peakmark" and not case.stage and case.checkpointing == "none"
 
 
-def host_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def host_table(
+    rows: Sequence[Mapping[str, Any]], curves: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return the JSON form of `planner.speed.host.HostTable`."""
     every = [Measured(row) for row in rows]
     plain = [one for one in every if one.is_plain and one.case.precision != "mixed"]
@@ -115,9 +118,15 @@ def host_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "extra_kernels": extra,
         "update_s": updates | engine_updates | {"fsdp2/adamw_loop": LOOP_OF_DTENSORS_S},
         "stage3_s": STAGE3_S,
-        "pace": PACE,
+        "module_s": [_module_s(curves, way) / PACE for way in ("forward", "backward")],
+        "paces": [PACE, PACE],
         "rows_used": [*PACE_ROWS, *STAGE3_ROWS],
     }
+
+
+def _module_s(curves: Iterable[Mapping[str, Any]], way: str) -> float:
+    name = f"launch_module_{way}"
+    return float(median(one["time_s"] for one in curves if one["operation"] == name))
 
 
 def _kernel_s(families: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[float]]:
@@ -198,7 +207,7 @@ def _own_attention(plain: Sequence[Measured]) -> list[float]:
 def render(paths: Iterable[Path]) -> str:
     """Return the file's text."""
     curves, host = read(paths)
-    data = {"source": SOURCE, "curves": curves, "host": host_table(host), "host_rows": host}
+    data = {"source": SOURCE, "curves": curves, "host": host_table(host, curves), "host_rows": host}
     return json.dumps(data, separators=(",", ":")) + "\n"
 
 

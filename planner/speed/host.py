@@ -9,7 +9,7 @@ DeepSpeed's stage 3 works in Python on every parameter it handles and, in loops,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.model import ModelSpec
@@ -34,9 +34,12 @@ class HostTable:
     `kernel_s` holds seconds per kernel of the forward and backward by family, under "" the median of
     all; `step_s` what forward and backward take besides; `extra_kernels` what "engine/stage" and
     "checkpoint" add to them for every layer; `update_s` seconds per layer of an optimizer's step by
-    "engine/stage", by optimizer and by "engine/optimizer". All were measured on a host without other
-    work; one that trains for hours has some, and takes `pace` times as long. `stage3_s` are seconds of
-    DeepSpeed's stage 3 per "parameter" that it fetches or reduces and per operation on one rank's "piece".
+    "engine/stage", by optimizer and by "engine/optimizer". `stage3_s` are seconds of DeepSpeed's stage 3 per
+    "parameter" that it fetches or reduces and per operation on one rank's "piece".
+
+    All hold for a host that goes forward and back through a small module (runners/jobs/host_pace.py) in
+    `module_s`; this one takes `paces` times as long: forward and update, and backward, which another
+    thread starts.
     """
 
     kernel_s: Mapping[str, tuple[float, float]]
@@ -44,21 +47,20 @@ class HostTable:
     extra_kernels: Mapping[str, tuple[float, float]]
     update_s: Mapping[str, float]
     stage3_s: Mapping[str, float]
-    pace: float
+    module_s: tuple[float, float]
+    paces: tuple[float, float]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HostTable:
         """Read the JSON form."""
         pairs = ("kernel_s", "extra_kernels")
         read = {name: {k: (v[0], v[1]) for k, v in data[name].items()} for name in pairs}
-        first, second = data["step_s"]
-        return cls(
-            **read,
-            step_s=(first, second),
-            update_s=dict(data["update_s"]),
-            stage3_s=dict(data["stage3_s"]),
-            pace=float(data["pace"]),
-        )
+        read |= {name: (data[name][0], data[name][1]) for name in ("step_s", "module_s", "paces")}
+        return cls(**read, update_s=dict(data["update_s"]), stage3_s=dict(data["stage3_s"]))
+
+    def at_pace(self, forward_s: float, backward_s: float) -> HostTable:
+        """Return the times of a host that goes through a small module in so many seconds."""
+        return replace(self, paces=(forward_s / self.module_s[0], backward_s / self.module_s[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,11 @@ def host_time(
     in_backward = launches["backward"] + trained * (added[1] + own[1]) + recomputed * again[1]
     started_s = in_backward * backward_s + (launches["recompute"] + chosen) * forward_s
     more = _stage3_s(table, spec, workload, parallelism, ranks)
+    ahead, back = table.paces
     return HostTime(
-        forward_s=table.pace * (rounds * (in_forward * forward_s + table.step_s[0]) + more[0]),
-        backward_s=table.pace * (rounds * (started_s + table.step_s[1]) + more[1]),
-        optimizer_s=table.pace * (trained * _update_s(table, workload, parallelism) + more[2]),
+        forward_s=ahead * (rounds * (in_forward * forward_s + table.step_s[0]) + more[0]),
+        backward_s=back * (rounds * (started_s + table.step_s[1]) + more[1]),
+        optimizer_s=ahead * (trained * _update_s(table, workload, parallelism) + more[2]),
     )
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from planner.calibration import Curve, sheet_of
 from planner.hardware import Gpu
+from planner.speed.host import HostTable
 from planner.speed.rates import Rates, rates_from_curves
 
-# How fast a host is, of two hosts: the time to start the smallest kernel, one after another.
-_LAUNCH = "launch_elementwise"
+# How fast a host is: forward and back through a small module; in earlier calibrations only the time to
+# start the smallest kernel.
+_MODULE, _LAUNCH = ("launch_module_forward", "launch_module_backward"), "launch_elementwise"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +65,8 @@ def calibrated(gpu: Gpu, own: OwnCalibration | None) -> Gpu:
 def with_own(rates: Rates, gpu: Gpu, own: OwnCalibration, shipped: Iterable[Curve]) -> Rates:
     """Return `rates` of a GPU with what was measured here in the place of what was not.
 
-    The host is slower than that of the `shipped` curves by the ratio of their launches.
+    The host goes at the pace that was measured, or is slower than that of the `shipped` curves by the ratio
+    of their launches.
     """
     mine = rates_from_curves(
         own.curves,
@@ -76,12 +79,20 @@ def with_own(rates: Rates, gpu: Gpu, own: OwnCalibration, shipped: Iterable[Curv
         host=rates.host,
         instead=rates,
     )
-    slower = _launch_s(own.curves, 1.0) / _launch_s(shipped, 1.0)
-    if _launch_s(own.curves, 0.0) == 0.0:
-        return mine
-    return replace(mine, host=replace(rates.host, pace=rates.host.pace * slower))
+    return replace(mine, host=_host(rates.host, own.curves, shipped))
 
 
-def _launch_s(curves: Iterable[Curve], otherwise: float) -> float:
-    found = [curve.time_s for curve in curves if curve.operation == _LAUNCH]
-    return median(found) if found else otherwise
+def _host(table: HostTable, curves: Sequence[Curve], shipped: Iterable[Curve]) -> HostTable:
+    forward_s, backward_s = (_median_s(curves, name) for name in _MODULE)
+    if forward_s and backward_s:
+        return table.at_pace(forward_s, backward_s)
+    launched_s, usual_s = _median_s(curves, _LAUNCH), _median_s(shipped, _LAUNCH)
+    if not launched_s or not usual_s:
+        return table
+    ahead, back = (pace * launched_s / usual_s for pace in table.paces)
+    return replace(table, paces=(ahead, back))
+
+
+def _median_s(curves: Iterable[Curve], operation: str) -> float | None:
+    found = [curve.time_s for curve in curves if curve.operation == operation]
+    return median(found) if found else None

@@ -73,7 +73,18 @@ def test_what_was_measured_here_counts_and_the_rest_stays() -> None:
 def test_a_host_that_starts_kernels_twice_as_slowly_takes_twice_as_long() -> None:
     # The shipped one took 6.96 us, the median of three runs.
     found = rates_of(calibrated(H200, own(curve("launch_elementwise", 2 * 6.9553025e-6))))
-    assert found.host.pace / rates_of(H200).host.pace == pytest.approx(2.0)
+    usual = rates_of(H200).host.paces
+    assert found.host.paces == pytest.approx((2 * usual[0], 2 * usual[1]))
+
+
+def test_a_host_whose_pace_was_measured_goes_at_it() -> None:
+    shipped = rates_of(H200).host
+    points = (
+        curve("launch_elementwise", 1.0),
+        curve("launch_module_forward", 3 * shipped.module_s[0]),
+        curve("launch_module_backward", 2 * shipped.module_s[1]),
+    )
+    assert rates_of(calibrated(H200, own(*points))).host.paces == pytest.approx((3.0, 2.0))
 
 
 def test_a_calibration_of_another_gpu_says_nothing() -> None:

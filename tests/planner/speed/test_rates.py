@@ -18,7 +18,8 @@ HOST = HostTable(
     extra_kernels={"checkpoint": (0.0, 0.0)},
     update_s={"peakmark/0": 0.0},
     stage3_s={"parameter": 0.0, "piece": 0.0},
-    pace=1.0,
+    module_s=(1e-5, 3e-5),
+    paces=(1.0, 1.0),
 )
 
 

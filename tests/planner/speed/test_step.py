@@ -174,7 +174,8 @@ def test_the_host_takes_its_time_for_every_kernel_and_what_an_engine_adds() -> N
         extra_kernels={"fsdp2/3": (10.0, 20.0), "checkpoint": (5.0, 7.0)},
         update_s={"peakmark/0": 1e-4, "fsdp2/3": 3e-4, "muon": 1.0},
         stage3_s={"parameter": 9.0, "piece": 9.0},
-        pace=2.0,
+        module_s=(1e-5, 3e-5),
+        paces=(2.0, 3.0),
     )
     launches = {"forward": 1000.0, "backward": 2000.0, "recompute": 900.0}
     workload = TrainingWorkload(checkpointing=Checkpointing.FULL, grad_accumulation=3)
@@ -183,8 +184,18 @@ def test_the_host_takes_its_time_for_every_kernel_and_what_an_engine_adds() -> N
     )
     assert found.forward_s == pytest.approx(2 * 3 * ((1000 + 32 * (10 + 5)) * 2e-5 + 1e-3))
     again = 900 * 2e-5
-    assert found.backward_s == pytest.approx(2 * 3 * ((2000 + 32 * (20 + 7)) * 1e-5 + again + 2e-3))
+    assert found.backward_s == pytest.approx(3 * 3 * ((2000 + 32 * (20 + 7)) * 1e-5 + again + 2e-3))
     assert found.optimizer_s == pytest.approx(2 * 32 * 3e-4)
+    # One that goes forward through a small module in as long, and back in half as long.
+    quicker = host_time(
+        table.at_pace(2e-5, 4.5e-5),
+        LLAMA,
+        workload,
+        Parallelism(engine=Engine.FSDP2, zero_stage=3),
+        launches,
+    )
+    assert quicker.forward_s == pytest.approx(found.forward_s)
+    assert quicker.backward_s == pytest.approx(found.backward_s / 2)
 
 
 SPARE = HostTable(
@@ -193,7 +204,8 @@ SPARE = HostTable(
     extra_kernels={"checkpoint": (0.0, 0.0), "triton": (4.0, 6.0)},
     update_s={"peakmark/0": 1e-4, "fsdp2/adamw_loop": 5e-3},
     stage3_s={"parameter": 1e-3, "piece": 1e-6},
-    pace=1.0,
+    module_s=(1e-5, 3e-5),
+    paces=(1.0, 1.0),
 )
 
 
