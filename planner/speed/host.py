@@ -53,10 +53,12 @@ class HostTable:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HostTable:
         """Read the JSON form."""
-        pairs = ("kernel_s", "extra_kernels")
-        read = {name: {k: (v[0], v[1]) for k, v in data[name].items()} for name in pairs}
-        read |= {name: (data[name][0], data[name][1]) for name in ("step_s", "module_s", "paces")}
-        return cls(**read, update_s=dict(data["update_s"]), stage3_s=dict(data["stage3_s"]))
+        tables = ("kernel_s", "extra_kernels")
+        pairs: dict[str, Any] = {
+            name: {k: (v[0], v[1]) for k, v in data[name].items()} for name in tables
+        }
+        pairs |= {name: (data[name][0], data[name][1]) for name in ("step_s", "module_s", "paces")}
+        return cls(**pairs, update_s=dict(data["update_s"]), stage3_s=dict(data["stage3_s"]))
 
     def at_pace(self, forward_s: float, backward_s: float) -> HostTable:
         """Return the times of a host that goes through a small module in so many seconds."""
