@@ -54,7 +54,7 @@ def _stored(url: str, work: str, kind: str) -> Lines:
 
 @st.cache_data(max_entries=1, show_spinner=False)
 def alike() -> Lines:
-    """Return the trainings over real GPUs that were compared value by value (recorded/equality)."""
+    """Return the trainings that were compared value by value (recorded/equality)."""
     compared = [
         json.loads(line)
         for path in sorted((RECORDED_DIRECTORY / "equality").glob("*.jsonl"))
@@ -67,8 +67,8 @@ def alike_sentence(lines: Sequence[dict[str, str]]) -> str:
     """Say how many of the trainings gave the same numbers as the one each is held to."""
     equal = sum("differ" not in (line[name] for name in _ALL_ALIKE) for line in lines)
     return (
-        f"{equal} of {len(lines)} trainings of tiny models over two GPUs have the losses, reduced "
-        "gradients and parameters of the one beside them, bit by bit (deterministic kernels; "
-        "docs/zero.md). Over two, three and four CPU ranks tests hold them so, or within the bound of "
+        f"{equal} of {len(lines)} trainings of tiny models by several ranks have the losses, reduced "
+        "gradients and parameters of the one beside them, bit by bit (on GPUs with deterministic kernels, "
+        "DeepSpeed's on CPUs too; docs/zero.md). Over two, three and four CPU ranks tests hold them so, or within the bound of "
         "their roundings."
     )

@@ -48,6 +48,20 @@ def _step_words(kept: Mapping[str, Any] | None) -> str:
     )
 
 
+def alike_place(environment: Mapping[str, Any]) -> tuple[str, str]:
+    """Return over what ranks were compared (first line of a file in recorded/equality), and where."""
+    ranks, gpu = environment["ranks"], environment["gpu"]
+    title, devices, backend = {
+        "nccl": ("NCCL", f"{ranks} x {gpu}", f"NCCL {environment.get('nccl')}"),
+        "shared": ("gloo, sharing one GPU", f"1 x {gpu}", "gloo"),
+        "cpu": ("gloo on CPUs", "CPUs", "gloo"),
+    }[environment["world"]]
+    used = [devices, f"torch {environment['torch']}", backend]
+    if "deepspeed" in environment:
+        used.append(f"DeepSpeed {environment['deepspeed']}")
+    return title, f"{', '.join(used)}: {ranks} ranks"
+
+
 def alike_lines(compared: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return a plain line of each training that was held to another (recorded/equality)."""
     return [_alike_line(one) for one in compared if len(set(_sides(one))) == 2]

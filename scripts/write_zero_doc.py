@@ -16,7 +16,7 @@ from planner.real_lines import real_line
 from planner.real_ranks import RealRun, real_runs
 from planner.records import Kind, RecordedRow, read_file
 from planner.same_run import SameRunPair, geometric_mean, same_run_pairs
-from planner.saved_runs import alike_lines, saved_lines
+from planner.saved_runs import alike_lines, alike_place, saved_lines
 from planner.stage_cells import (
     Cell,
     Known,
@@ -114,10 +114,9 @@ from the rounded ones it trains alike, bit by bit (tests/runners/engines/test_mi
 two smaller models wait for the host, which takes a tenth more or less from run to run: engines are
 compared in turns, above.
 """
-HOW_ALIKE = """
-{gpus} x {gpu}, torch {torch}, {backend}{peer}: {ranks} ranks, tiny models, deterministic kernels, sums of two. Bit by
-bit: all ranks' losses, what was reduced, the parameters at the end. One rank has two micro-batches for two's one;
-FSDP2, where it is among them, begins with numbers that bf16 holds, to which the others round.
+HOW_ALIKE = """, tiny models, deterministic kernels, sums of two.
+Bit by bit: all ranks' losses, what was reduced, the parameters at the end. One rank has two micro-batches for two's
+one; FSDP2, where it is among them, begins with numbers that bf16 holds, to which the others round.
 """
 
 
@@ -411,13 +410,9 @@ def _alike(directory: Path) -> Iterator[str]:
     """Tabulate trainings that were compared value by value (tests/runners/zero/numerics_main.py)."""
     for path in sorted(directory.glob("*.jsonl")):
         first, *compared = map(json.loads, path.read_text().splitlines())
-        where = first["environment"]
-        is_nccl = where["world"] == "nccl"
-        backend = f"NCCL {where['nccl']}" if is_nccl else "gloo"
-        peer = f", DeepSpeed {where['deepspeed']}" if "deepspeed" in where else ""
-        yield f"\n## Alike value by value over {'NCCL' if is_nccl else 'gloo, sharing one GPU'}\n"
-        gpus = where["ranks"] if is_nccl else 1
-        yield HOW_ALIKE.format(**where, gpus=gpus, backend=backend, peer=peer).strip("\n")
+        title, where = alike_place(first["environment"])
+        yield f"\n## Alike value by value over {title}\n"
+        yield where + HOW_ALIKE.rstrip("\n")
         yield from _plain_table(alike_lines(compared))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from planner.saved_runs import alike_lines, saved_lines
+from planner.saved_runs import alike_lines, alike_place, saved_lines
 
 RECORDED = Path(__file__).resolve().parents[2] / "recorded"
 SPEC = {
@@ -71,3 +71,19 @@ def test_an_engine_that_reduces_in_fp32_is_held_to_ours_reducing_so() -> None:
         "peakmark, stage 0, gradients reduced in fp32",
         "peakmark, stage 0",
     ]
+
+
+def test_where_trainings_were_compared_is_said() -> None:
+    where = {"ranks": 2, "torch": "2.11.0", "gpu": "H200", "world": "nccl", "nccl": "2.28.9"}
+    assert alike_place(where) == ("NCCL", "2 x H200, torch 2.11.0, NCCL 2.28.9: 2 ranks")
+    cpu = {"ranks": 2, "torch": "2.13.0", "gpu": None, "world": "cpu", "deepspeed": "0.19.8"}
+    assert alike_place(cpu)[1] == "CPUs, torch 2.13.0, gloo, DeepSpeed 0.19.8: 2 ranks"
+
+
+def test_every_engine_has_the_same_numbers_on_cpus() -> None:
+    path = RECORDED / "equality" / "cpu-engines.jsonl"
+    _, *compared = map(json.loads, path.read_text().splitlines())
+    alike = {(one["engine"], one["stage"]) for one in compared}
+    assert {("deepspeed", stage) for stage in (1, 2, 3)} | {("fsdp2", 2), ("fsdp2", 3)} <= alike
+    assert all(one["losses_equal"] and one["parameters_equal"] for one in compared)
+    assert all(one["gradients_worst"] == 0 for one in compared)

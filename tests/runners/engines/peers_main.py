@@ -192,7 +192,7 @@ def run_world(rank: int, world_size: int, out: Path, device_name: str, backend: 
     place = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=60)}
     dist.init_process_group(backend, store=store, **place)
     collectives, path = ProcessGroupCollectives(), out / f"{world_size}.jsonl"
-    if rank == 0 and device.type == "cuda":
+    if rank == 0:
         path.write_text(json.dumps({"environment": environment(device, backend)}) + "\n")
     for case in CASES if world_size <= EXACT_RANKS else BOUNDED:
         references: dict[Peer, dict[str, Any]] = {}
@@ -216,14 +216,16 @@ def run_world(rank: int, world_size: int, out: Path, device_name: str, backend: 
 
 def environment(device: torch.device, backend: str) -> dict[str, Any]:
     """Return what the first line of a file in recorded/equality says."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     found = {
-        "world": "nccl" if "nccl" in backend else "shared",
         "ranks": dist.get_world_size(),
-        "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "nccl": nccl,
+        "gpu": None,
+        "world": "cpu",
     }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["world"] = "nccl" if "nccl" in backend else "shared"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if HAS_DEEPSPEED:
         found["deepspeed"] = version("deepspeed")
     return found
