@@ -6,7 +6,7 @@ Error in percent: 100 x (predicted - measured) / measured.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.collective_times import are_calls_apart, collective_times_s
@@ -15,6 +15,7 @@ from planner.offload import host_step
 from planner.plan import Plan
 from planner.records import RecordedRow
 from planner.speed.calibrated import rates_of
+from planner.speed.rates import Rates
 from planner.speed.step import training_step
 from planner.workload import Engine, Parallelism, TrainingWorkload
 
@@ -94,14 +95,34 @@ def compare_alone(plan: Plan, measured: Mapping[str, Any]) -> list[Comparison]:
     seen, workload = measured.get("step_time_s"), plan.workload
     if not seen or plan.parallelism.world_size == 1 or not isinstance(workload, TrainingWorkload):
         return []
-    step = training_step(
-        plan.model, workload, plan.parallelism, rates_of(plan.hardware), alone=True
+    predicted_s = _step_s(plan, workload, rates_of(plan.hardware), alone=True)
+    return [Comparison(quantity=ALONE, predicted=predicted_s, measured=float(seen))]
+
+
+def probed_step_s(plan: Plan, measured: Mapping[str, Any], *, alone: bool) -> float | None:
+    """Return the step time predicted for the host's pace as the run itself measured it, seconds.
+
+    So a calibration made at that moment would have it. The slowest rank's host counts; None of a run that
+    did not measure it, or that is no training.
+    """
+    ranks, workload = measured.get("host_pace"), plan.workload
+    if not ranks or not isinstance(workload, TrainingWorkload):
+        return None
+    forward_s, backward_s = (
+        1e-6 * max(rank[f"{way}_us"] for rank in ranks) for way in ("forward", "backward")
     )
-    predicted_s = float(step.step_time_s)
+    rates = rates_of(plan.hardware)
+    at_pace = replace(rates, host=rates.host.at_pace(forward_s, backward_s))
+    return _step_s(plan, workload, at_pace, alone=alone)
+
+
+def _step_s(plan: Plan, workload: TrainingWorkload, rates: Rates, *, alone: bool) -> float:
+    step = training_step(plan.model, workload, plan.parallelism, rates, alone=alone)
+    seconds = float(step.step_time_s)
     if workload.offload_optimizer:
         ranks = plan.parallelism.world_size
-        predicted_s += float(host_step(plan.model, workload, ranks, plan.hardware).time_s)
-    return [Comparison(quantity=ALONE, predicted=predicted_s, measured=float(seen))]
+        seconds += float(host_step(plan.model, workload, ranks, plan.hardware).time_s)
+    return seconds
 
 
 def _communication_s(

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from planner.comparison import compare
-from planner.plan import default_plan
+from planner.comparison import compare, probed_step_s
+from planner.plan import default_plan, parse_plan
 from planner.predict import predict
+from planner.speed.calibrated import rates_of
+from planner.speed.step import training_step
+from planner.workload import TrainingWorkload
 
 SEEN: dict[str, Any] = {"allocated_bytes": 10, "reserved_bytes": 20, "device_bytes": 30}
 
@@ -30,3 +33,27 @@ def test_only_what_the_prediction_is_of_is_compared(
     found = compare(prediction, seen, "solo")
     assert [one.quantity for one in found] == quantities
     assert found[0].predicted == prediction["memory"]["allocated_bytes"]
+
+
+def test_a_step_is_predicted_at_the_pace_that_its_own_run_measured() -> None:
+    # A small model, whose host takes far longer than its GPU: three times the shipped reference forward,
+    # by the slower of two ranks, and twice back.
+    document = {
+        "job": "train",
+        "model": {"preset": "openai-community/gpt2"},
+        "workload": {"sequence_length": 64, "optimizer": "sgd"},
+        "parallelism": {"zero_stage": 0, "world_size": 2},
+        "hardware": {"preset": "h200-sxm5-141gb"},
+    }
+    plan = parse_plan(document)
+    rates = rates_of(plan.hardware)
+    forward_us, backward_us = (1e6 * seconds for seconds in rates.host.module_s)
+    pace = {"launch_us": 9.0, "forward_us": 3 * forward_us, "backward_us": backward_us}
+    other = {"launch_us": 9.0, "forward_us": forward_us, "backward_us": 2 * backward_us}
+    found = probed_step_s(plan, {"host_pace": [pace, other]}, alone=True)
+    assert isinstance(plan.workload, TrainingWorkload)
+    step = training_step(plan.model, plan.workload, plan.parallelism, rates, alone=True)
+    usual = rates.host.paces
+    ahead = 3 / usual[0] * (float(step.host_s["forward"]) + float(step.host_s["optimizer"]))
+    assert found == pytest.approx(ahead + 2 / usual[1] * float(step.host_s["backward"]))
+    assert probed_step_s(plan, {}, alone=True) is None
