@@ -32,11 +32,13 @@ from planner.speed.traced import traced_parts
 from planner.workload import Engine, Optimizer, Parallelism, TrainingWorkload
 
 PHASES = ("forward", "backward", "optimizer")
-# NCCL's kernels take multiprocessors from what computes beside them: 24 channels of an H200's 132.
-_CONTENTION = 24 / 132
-# Reductions read and add besides sending, and so wait for memory that kernels read, too: in two steps
-# that kept the GPU busy (3dadfdf172155bd6, 4acda044bfbf6549: calibration) their all-reduces took 1.31 times as long
-# as alone. Gathers did not, nor reductions beside a GPU that waited for its host most of the time.
+# NCCL's kernels take multiprocessors (24 channels of an H200's 132) and memory from what computes beside
+# them, and a product that filled a wave of all of them takes another: in two steps that kept the GPU busy
+# (3dadfdf172155bd6, 4acda044bfbf6549: calibration) kernels took longer by 0.40 and 0.23 of what was sent.
+_CONTENTION = 0.31
+# Reductions read and add besides sending, and so wait for memory that kernels read, too: in the same steps
+# their all-reduces took 1.31 times as long as alone. Gathers did not, nor reductions beside a GPU that waited
+# for its host most of the time.
 _REDUCTIONS, _SLOWER_BESIDE = ("all_reduce", "reduce_scatter"), 0.31
 
 
