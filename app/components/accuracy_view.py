@@ -124,7 +124,8 @@ def _quantities(report: Mapping[str, Any]) -> None:
 
 
 def _statistics(found: Mapping[str, Any]) -> dict[str, Any]:
-    named = {label: round(found[key], 2) for key, label in STATISTICS.items()}
+    # Zero is added so that none of them is minus zero.
+    named = {label: round(found[key], 2) + 0.0 for key, label in STATISTICS.items()}
     return {"n": found["n"], **named}
 
 

@@ -55,7 +55,15 @@ def show_figure(
 def show_table(rows: Sequence[Mapping[str, Any]], *, key: str, title: str | None = None) -> None:
     """Draw rows as a table with a CSV download."""
     frame = pd.DataFrame(list(rows))
-    st.dataframe(drawable(frame), hide_index=True, placeholder="", alt=title or f"Data of {key}")
+    percents = [name for name in frame if str(name).endswith("%") and frame[name].dtype == float]
+    st.dataframe(
+        drawable(frame),
+        hide_index=True,
+        placeholder="",
+        alt=title or f"Data of {key}",
+        # As many decimals in each row: 0.00 beside 0.04, not 0.
+        column_config=dict.fromkeys(percents, st.column_config.NumberColumn(format="%.2f")),
+    )
     st.download_button(
         "CSV",
         data=frame.to_csv(index=False),

@@ -98,7 +98,7 @@ def run_row(run: Mapping[str, Any], chosen_unit: str) -> dict[str, Any]:
         "model": str(words["model"] or "").rsplit("/", 1)[-1],
         "predicted": None if predicted is None else size_text(predicted, chosen_unit),
         "measured": size_text(measured, chosen_unit) if measured else None,
-        "error %": round(error_percent(predicted, measured), 2) if both else None,
+        "error %": round(error_percent(predicted, measured), 2) + 0.0 if both else None,
         "counter": words["counter"],
         "world": str(run["world"]),
         "plan": words["plan"],

@@ -191,9 +191,12 @@ def _front_table(front: Sequence[Mapping[str, Any]], price: float | None) -> int
         hide_index=True,
         on_select="rerun",
         selection_mode="single-row",
-        column_config=dict.fromkeys(
-            ("tokens/s", "per GPU"), st.column_config.NumberColumn(format="localized")
-        ),
+        column_config={
+            **dict.fromkeys(
+                ("tokens/s", "per GPU"), st.column_config.NumberColumn(format="localized")
+            ),
+            "MFU %": st.column_config.NumberColumn(format="%.1f"),
+        },
         key="sweep_table",
         alt="Plans of the Pareto front, fastest first",
     )
