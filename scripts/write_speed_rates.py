@@ -38,6 +38,8 @@ PACE_ROWS = (
 # Seconds per layer of an idle host's optimizer step that updates FSDP2's parameters one by one: a dozen
 # operations on each DTensor, by row 1d7df19858e31938 (24 layers of GPT-2) over the pace.
 LOOP_OF_DTENSORS_S = 2.74e-3
+# The same of one that updates them together, by row 39f5a1d4aa990a1a (16 layers of Llama: 12.0 ms).
+FOREACH_OF_DTENSORS_S, FOREACH_ROW = 0.52e-3, "39f5a1d4aa990a1a"
 # DeepSpeed's stage 3 on an idle host, per parameter that it handles and per operation on one rank's piece:
 # the smallest mean error over these eight rows, the first by id (`python scripts/fit_stage3.py`).
 STAGE3_S = {"parameter": 0.48e-3, "piece": 2e-6}
@@ -116,11 +118,13 @@ def host_table(
         "kernel_s": kernel_s,
         "step_s": step_s,
         "extra_kernels": extra,
-        "update_s": updates | engine_updates | {"fsdp2/adamw_loop": LOOP_OF_DTENSORS_S},
+        "update_s": updates
+        | engine_updates
+        | {"fsdp2/adamw_loop": LOOP_OF_DTENSORS_S, "fsdp2/adamw_foreach": FOREACH_OF_DTENSORS_S},
         "stage3_s": STAGE3_S,
         "module_s": [_module_s(curves, way) / PACE for way in ("forward", "backward")],
         "paces": [PACE, PACE],
-        "rows_used": [*PACE_ROWS, *STAGE3_ROWS],
+        "rows_used": [*PACE_ROWS, *STAGE3_ROWS, FOREACH_ROW],
     }
 
 

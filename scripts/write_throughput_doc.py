@@ -52,7 +52,7 @@ host sets the pace or needs nearly as long, predicted with the shipped host, who
 that the run itself measured, as a `peakmark calibrate` at that moment would:
 """
 USED = """
-{n} rows set a constant of the host (its pace, and DeepSpeed's work per parameter) and count nowhere:
+{n} rows set a constant of the host (its pace, FSDP2's updates of several tensors, DeepSpeed's work per parameter) and count nowhere:
 {rows}.
 """
 BOUND = """

@@ -127,6 +127,9 @@ def training_step(
     }
     sharers = ranks * parallelism.context_parallel
     host_s = _by_phase(host_time(rates.host, spec, workload, parallelism, launches, sharers))
+    if workload.optimizer is Optimizer.ADAFACTOR:
+        # It waits for the GPU at every parameter, whose norm it reads (torch.optim._adafactor).
+        host_s["optimizer"] = host_s["optimizer"] + busy_s["optimizer"]
     sent = beside.sent if alone else _slowed(beside.sent, busy_s, host_s)
     exposed_s = {name: _exposed_s(busy_s[name], _in_phase(sent, name), alone) for name in PHASES}
     return Step(
@@ -181,7 +184,7 @@ def _runs(workload: TrainingWorkload, engine: Engine) -> tuple[tuple[str, ...], 
     """The phases between which the host waits for nothing.
 
     DeepSpeed reads the gradients' norm before its update (0.19.8, scaled_global_norm), and
-    Adafactor the norm of every parameter (torch.optim._adafactor).
+    Adafactor the norm of every parameter.
     """
     if engine is Engine.DEEPSPEED or workload.optimizer is Optimizer.ADAFACTOR:
         return PHASES[:2], PHASES[2:]

@@ -258,6 +258,14 @@ def test_where_the_host_waits_before_the_update_each_part_takes_the_longer_of_bo
     assert phases == [1.0, 3.0, 2.0]
 
 
+def test_adafactor_waits_for_the_gpu_at_every_parameter() -> None:
+    workload = TrainingWorkload(optimizer=Optimizer.ADAFACTOR, sequence_length=64)
+    found = training_step(LLAMA, workload, Parallelism(zero_stage=0, world_size=1), RATES)
+    kernels_s = sum(part.time_s for part in found.parts if part.phase == "optimizer")
+    started_s = RATES.host.paces[0] * 32 * RATES.host.update_s["adafactor"]
+    assert found.phase_s("optimizer") == pytest.approx(kernels_s + started_s)
+
+
 def test_adapters_are_timed_by_their_own_list_whatever_the_attention() -> None:
     workload = TrainingWorkload(
         attention=Attention.TRITON, lora_rank=8, lora_targets=LoraTargets.ALL_LINEAR
@@ -289,7 +297,7 @@ def test_the_step_is_the_longer_of_gpu_and_host() -> None:
 
 def test_rows_that_set_a_constant_are_named() -> None:
     # Sixteen for the host's pace, eight for DeepSpeed's stage 3.
-    assert len(rows_used()) == 24
+    assert len(rows_used()) == 25
 
 
 def test_reductions_take_longer_beside_a_gpu_that_computes() -> None:
