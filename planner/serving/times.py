@@ -105,7 +105,7 @@ _REPLAY_S = 12 * _HOST_TORCH_S
 # What our engine's host does in a step while the GPU waits, and for each request that decodes (its page, its
 # token), and for a chunk of a prompt (its room, who decodes then): fitted to two traces of Llama-3.2-1B, of few
 # requests at once and of many.
-_STEP_HOST_S, _ROW_HOST_S, _CHUNK_HOST_S = 0.12e-3, 13e-6, 0.2e-3
+_STEP_HOST_S, _ROW_HOST_S, _CHUNK_HOST_S = 0.09e-3, 13e-6, 0.2e-3
 # Kernels and slices by which a chunk's layer gathers the pages of what lies before it.
 _GATHERING_KERNELS = 6
 _OWN_KERNELS = ("norms", "activation", "rotary")
@@ -190,16 +190,20 @@ class StepTimes:
         prefill_context: int,
         decode_batch: int,
         decode_context_total: int,
+        waits: bool = True,
     ) -> float:
         """Return the seconds of a chunk of one prompt and a decode step after it; either may be none.
 
-        With them goes what an engine's host does in a step: admit, take pages, read the tokens.
+        With them goes what an engine's host does in a step: admit, take pages, read the tokens. Not
+        `waits`: no token is read, so the host's part is hidden behind the chunk before.
         """
         prefill = self.prefill_s(prefill_tokens, prefill_context) if prefill_tokens else 0.0
         decode = self.decode_s(decode_batch, decode_context_total) if decode_batch else 0.0
         host = _STEP_HOST_S + decode_batch * _ROW_HOST_S
         host += _CHUNK_HOST_S if prefill_tokens else 0.0
-        return prefill + decode + host
+        if waits or not self._is_graph(prefill_tokens, prefill_context):
+            return prefill + decode + host
+        return max(prefill - _REPLAY_S, host + _REPLAY_S)
 
     def prefill_parts(
         self, num_tokens: int, context_tokens: int = 0, rows: int = 1
@@ -212,14 +216,18 @@ class StepTimes:
         parts = self._prefilling(num_tokens, context_tokens, rows, 1.0)
         factor = _power_factor(_total_s(parts))
         parts = self._prefilling(num_tokens, context_tokens, rows, factor)
-        is_few = tokens <= MAX_GRAPH_TOKENS and context_tokens < self.served.graphed_tokens
-        if self.served.graphs and is_few:
+        if self._is_graph(tokens, context_tokens):
             replay = StepPart(
                 name="host_waiting", flops=0.0, bytes=0.0, time_s=_REPLAY_S, bound="host"
             )
             return (*parts, replay)
         gathering = _GATHERING_KERNELS * self.part.num_layers if context_tokens else 0
         return (*parts, *self._host_part(parts, gathering))
+
+    def _is_graph(self, tokens: int, context_tokens: int) -> bool:
+        """Whether a prefill of so many tokens in all, after so many of each row, is one CUDA graph."""
+        is_few = tokens <= MAX_GRAPH_TOKENS and context_tokens < self.served.graphed_tokens
+        return self.served.graphs and is_few
 
     def _prefilling(
         self, num_tokens: int, context_tokens: int, rows: int, power: float

@@ -90,11 +90,12 @@ class _Continuous(Replay[_Running]):
 
     def _step(self) -> None:
         self._admit()
-        chunk, past = self._prefill()
+        chunk, past, is_last = self._prefill()
         self._room_for_decode()
         batch = self._decoding
         context = self._cached + batch
-        length_s = self._times.step_s(chunk, past, batch, context) if chunk or batch else 0.0
+        waits = is_last or batch > 0
+        length_s = self._times.step_s(chunk, past, batch, context, waits) if chunk or batch else 0.0
         self._pass(length_s, len(self._running), self._server.pages - self._free_pages)
         if batch:
             self._decode()
@@ -113,10 +114,13 @@ class _Continuous(Replay[_Running]):
             self._running.append(request)
             self._prefilling.append(request)
 
-    def _prefill(self) -> tuple[int, int]:
-        """Run a chunk of the first prompt; return its tokens and those before it, (0, 0) if none."""
+    def _prefill(self) -> tuple[int, int, bool]:
+        """Run a chunk of the first prompt; return its tokens, those before it, and whether it is the last.
+
+        No tokens where nothing waits to be run.
+        """
         if not self._prefilling:
-            return 0, 0
+            return 0, 0, False
         request, server = self._prefilling[0], self._server
         past = request.prefilled
         chunk = min(server.chunk_tokens, request.context - past)
@@ -125,12 +129,13 @@ class _Continuous(Replay[_Running]):
             latest = self._running[-1]
             self._preempt(latest)
             if latest is request:
-                return 0, 0
+                return 0, 0, False
         self._take(request, wanted - request.pages)
         request.prefilled += chunk
-        if request.prefilled == request.context:
+        is_last = request.prefilled == request.context
+        if is_last:
             self._begin(request, self._now_s + self._times.step_s(chunk, past, 0, 0))
-        return chunk, past
+        return chunk, past, is_last
 
     def _take(self, request: _Running, pages: int) -> None:
         request.pages += pages

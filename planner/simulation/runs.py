@@ -132,9 +132,10 @@ class _Varied:
         prefill_context: int,
         decode_batch: int,
         decode_context_total: int,
+        waits: bool = True,
     ) -> float:
         """Return the seconds of one step."""
-        asked = (prefill_tokens, prefill_context, decode_batch, decode_context_total)
+        asked = (prefill_tokens, prefill_context, decode_batch, decode_context_total, waits)
         return self._times.step_s(*asked) * self._draw.uniform(1 - _SPREAD, 1 + _SPREAD)
 
 

@@ -24,8 +24,11 @@ class StepTime(Protocol):
         prefill_context: int,
         decode_batch: int,
         decode_context_total: int,
+        waits: bool = True,
     ) -> float:
         """Return seconds of one step, either part of which may be empty.
+
+        Not `waits`: no token is read at its end, so the host goes on while the GPU still works.
 
         `prefill_tokens` of one prompt run after `prefill_context` that were run before, then one token
         of each of `decode_batch` requests, which see `decode_context_total` tokens together.

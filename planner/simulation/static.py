@@ -59,14 +59,15 @@ class _Static(Replay[Request]):
                 self._leave(ends.popleft(), token)
             if ends:
                 context += len(batch)
-                self._step((0, 0, len(batch), context), len(batch), pages)
+                self._step((0, 0, len(batch), context, True), len(batch), pages)
 
     def _prefill(self, request: Request, running: int, pages: int) -> None:
         prompt, chunk = request.asked.prompt_tokens, self._server.chunk_tokens
         for past in range(0, prompt, chunk):
-            self._step((min(chunk, prompt - past), past, 0, 0), running, pages)
+            tokens = min(chunk, prompt - past)
+            self._step((tokens, past, 0, 0, past + tokens == prompt), running, pages)
 
-    def _step(self, work: tuple[int, int, int, int], running: int, pages: int) -> None:
+    def _step(self, work: tuple[int, int, int, int, bool], running: int, pages: int) -> None:
         self._arrive()
         self._pass(self._times.step_s(*work), running, pages)
 

@@ -21,7 +21,9 @@ class RememberedSteps:
         self._part_tokens = part_tokens
         self._empty_s = times.step_s(0, 0, 0, 0)
         self._prefill_s = lru_cache(_REMEMBERED)(
-            lambda tokens, context: times.step_s(tokens, context, 0, 0) - self._empty_s
+            lambda tokens, context, waits: (
+                times.step_s(tokens, context, 0, 0, waits) - self._empty_s
+            )
         )
         self._decode_s = lru_cache(_REMEMBERED)(
             lambda batch, grains: times.step_s(0, 0, batch, grains * _GRAIN_TOKENS) - self._empty_s
@@ -33,12 +35,13 @@ class RememberedSteps:
         prefill_context: int,
         decode_batch: int,
         decode_context_total: int,
+        waits: bool = True,
     ) -> float:
         """Return the seconds of one step: a chunk's forward, the decode's, and what every step takes."""
         total_s = self._empty_s
         if prefill_tokens:
             padded = -(-prefill_tokens // self._part_tokens) * self._part_tokens
-            total_s += self._prefill_s(padded, prefill_context)
+            total_s += self._prefill_s(padded, prefill_context, waits)
         if decode_batch:
             grains, rest = divmod(decode_context_total, _GRAIN_TOKENS)
             before_s = self._decode_s(decode_batch, grains)

@@ -151,7 +151,7 @@ class Decoder:
         return logits.argmax(-1, keepdim=True)
 
     def _captured(self, width: int) -> torch.cuda.CUDAGraph:
-        """Record a step as a graph; the steps before that, which compile, are undone."""
+        """Record a step as a graph and replay it once, which brings it to the device; all steps are undone."""
         tokens, lengths = self._tokens.clone(), self._cache.lengths.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -165,4 +165,7 @@ class Decoder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step(width)
+        graph.replay()
+        self._tokens.copy_(tokens)
+        self._cache.lengths.copy_(lengths)
         return graph

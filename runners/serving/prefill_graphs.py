@@ -99,4 +99,6 @@ class PrefillGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
+        # The first replay takes longer, for it brings the graph to the device: no request waits for that.
+        graph.replay()
         return graph.replay

@@ -20,7 +20,12 @@ class Linear:
     """A token of a prompt takes 0.01 s, a decode step 0.1 s, and nothing else."""
 
     def step_s(
-        self, prefill_tokens: int, prefill_context: int, decode_batch: int, decode_context: int
+        self,
+        prefill_tokens: int,
+        prefill_context: int,
+        decode_batch: int,
+        decode_context: int,
+        waits: bool = True,
     ) -> float:
         return 0.01 * prefill_tokens + (0.1 if decode_batch else 0.0)
 
@@ -212,3 +217,33 @@ def test_a_server_has_the_window_of_a_model_that_only_slides() -> None:
     assert server_of(llama, llama_model) == Server(
         rows=16, pages=1024, page_size=64, chunk_tokens=512
     )
+
+
+class Noted(Linear):
+    """Keeps of every step it is asked for whether the host waits at its end."""
+
+    def __init__(self) -> None:
+        self.waits: list[bool] = []
+
+    def step_s(
+        self,
+        prefill_tokens: int,
+        prefill_context: int,
+        decode_batch: int,
+        decode_context: int,
+        waits: bool = True,
+    ) -> float:
+        self.waits.append(waits)
+        return super().step_s(prefill_tokens, prefill_context, decode_batch, decode_context, waits)
+
+
+def test_only_steps_that_give_a_token_wait_for_it() -> None:
+    """Of a lone prompt in three chunks the last one; beside a request that decodes, every step."""
+    server = Server(rows=2, pages=100, page_size=4, chunk_tokens=4)
+    lone = Noted()
+    simulate(trace((0.0, 12, 1)), server, lone)
+    # The last step is asked for twice: for its token's moment, and for its length.
+    assert lone.waits == [False, False, True, True]
+    beside = Noted()
+    simulate(trace((0.0, 4, 9), (0.01, 12, 1)), server, beside)
+    assert len(beside.waits) > 9 and all(beside.waits)

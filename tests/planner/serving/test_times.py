@@ -60,6 +60,16 @@ def test_a_step_with_both_takes_as_long_as_one_after_the_other_and_the_host_betw
         assert empty_s < whole_s - forward_s < 0.5e-3
 
 
+def test_a_chunk_whose_token_nobody_reads_hides_what_the_host_does() -> None:
+    found = times()
+    gpu_s = sum(part.time_s for part in found.prefill_parts(512, 1024) if part.bound != "host")
+    assert found.step_s(512, 1024, 0, 0, False) == pytest.approx(gpu_s)
+    assert found.step_s(512, 1024, 0, 0) > gpu_s + 0.3e-3
+    # One that the host starts kernel by kernel hides nothing.
+    eager = times(graphed_tokens=0)
+    assert eager.step_s(512, 1024, 0, 0, False) == eager.step_s(512, 1024, 0, 0)
+
+
 @pytest.mark.parametrize("dtype", [WeightsDtype.FP8, WeightsDtype.INT4])
 def test_smaller_weights_decode_faster(dtype: WeightsDtype) -> None:
     assert times(weights_dtype=dtype).decode_s(1, 1000) < times().decode_s(1, 1000)

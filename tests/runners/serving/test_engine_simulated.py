@@ -23,7 +23,12 @@ class Work:
     """Seconds of a step, of which every part is another whole number."""
 
     def step_s(
-        self, prefill_tokens: int, prefill_context: int, decode_batch: int, decode_context: int
+        self,
+        prefill_tokens: int,
+        prefill_context: int,
+        decode_batch: int,
+        decode_context: int,
+        waits: bool = True,
     ) -> float:
         prefill_s = 100 + 3 * prefill_tokens + prefill_context if prefill_tokens else 0
         return float(prefill_s + (1000 + 7 * decode_batch + decode_context if decode_batch else 0))
