@@ -48,6 +48,9 @@ STAGE3_ROWS = (
     *("631753e7601c468b", "6a085ca8a2927c34", "8046c100981d3d55", "9cb1a2c58ed9fae4"),
 )
 _FORWARD, _BACKWARD, _RECOMPUTE = range(3)
+# Engines that do nothing for a layer in the forward: DDP's wrapper works once before and once after the model
+# (torch/nn/parallel/distributed.py, _pre_forward). What was measured besides is the host's noise.
+_PLAIN_FORWARD = ("ddp", "zero_redundancy")
 
 
 def read(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -169,6 +172,8 @@ def _engines(every: Sequence[Measured]) -> tuple[dict[str, list[float]], dict[st
             max(0.0, (one.seconds[i] / base.seconds[i] - 1) * base.launches[i] / base.layers)
             for i in (_FORWARD, _BACKWARD)
         ]
+        if case.engine in _PLAIN_FORWARD:
+            added[_FORWARD] = 0.0
         extra[f"{case.engine}/{case.stage}"] = added
         slower = base.seconds[0] / base.launches[0] / _usual_s(every, case.family)
         updates[f"{case.engine}/{case.stage}"] = one.seconds[2] / one.layers / slower
