@@ -48,11 +48,13 @@ def show_serving_page() -> None:
 
 
 def _tell_refused_training(document: dict[str, Any]) -> None:
-    """Say what is wrong with a plan that trains: only its model and GPU are used here."""
+    """Say what an address asks of training that cannot be: only its model and GPU are used here."""
     try:
         services.check_plan(document)
     except PlanError as problem:
-        st.warning(f"{problem} This page takes only the plan's model and GPU.")
+        # A default that the model cannot have was asked for by nobody.
+        if str(problem.value) in st.query_params.to_dict().values():
+            st.warning(f"{problem} This page takes only the plan's model and GPU.")
 
 
 def served_document(document: dict[str, Any]) -> dict[str, Any]:
