@@ -49,7 +49,9 @@ _LINES: dict[str, Callable[[Iterable[Seen], str], Lines]] = {
 @st.cache_data(max_entries=20, ttl=STORED_TTL_S, show_spinner=False)
 def _stored(url: str, work: str, kind: str) -> Lines:
     seen = measurements(services.database(), kinds=[RunKind.TRAIN_STEP])
-    return _LINES[kind]([(one.spec, one.measured) for one in seen], work)
+    lines = _LINES[kind]([(one.spec, one.measured) for one in seen], work)
+    # All are of one model and workload, the page's.
+    return [{name: value for name, value in line.items() if name != "plan"} for line in lines]
 
 
 @st.cache_data(max_entries=1, show_spinner=False)
