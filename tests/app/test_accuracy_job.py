@@ -11,6 +11,7 @@ import pytest
 
 from app import accuracy_job
 from app.accuracy_job import AccuracyJob
+from app.components.accuracy_view import _statistics
 from planner.accuracy import AccuracyReport, accuracy_report
 from planner.records import parse_row
 
@@ -66,3 +67,10 @@ def test_a_fault_is_raised_where_it_is_seen_and_then_tried_again(
         with pytest.raises(ZeroDivisionError):
             job.report(stored(1), None)
     assert job.report(stored(1), None) is not None
+
+
+def test_a_mean_that_rounds_to_zero_has_no_sign() -> None:
+    found = {"n": 3, "mean_percent": -0.004, "mean_absolute_percent": 0.01}
+    shown = _statistics({**found, "p90_percent": 0.02, "worst_percent": -0.163})
+    assert str(shown["signed mean %"]) == "0.0"
+    assert shown["worst %"] == -0.16
