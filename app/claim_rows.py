@@ -70,8 +70,8 @@ def _line(one: Mapping[str, Any], claim: Mapping[str, Any], sizes: str) -> dict[
     }
 
 
-def table_rows(claims: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return all figures of all claims as plain lines, values in bytes, factors, shares, tokens."""
+def table_rows(claims: Iterable[Mapping[str, Any]], sizes: str) -> list[dict[str, Any]]:
+    """Return all figures of all claims as plain lines, as people read them and as numbers with a unit."""
     return [
         {
             "claim": claim["id"],
@@ -80,9 +80,10 @@ def table_rows(claims: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "verdict": claim["verdict"],
             "kind": kind,
             "case": one["condition"],
+            "figure": value_text(one["value"], claim["unit"], sizes),
+            "agrees": one["agrees"],
             "value": one["value"],
             "unit": claim["unit"],
-            "agrees": one["agrees"],
             "rows": ", ".join(one.get("rows", ())),
         }
         for claim in claims

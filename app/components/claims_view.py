@@ -73,7 +73,9 @@ def show_claims_page() -> None:
         with counts:
             _counts(claims)
         st.markdown("### All figures")
-        show_table(claim_rows.table_rows(claims), key="claims", title="All figures of all claims")
+        show_table(
+            claim_rows.table_rows(claims, unit()), key="claims", title="All figures of all claims"
+        )
 
 
 def _topic(

@@ -44,8 +44,8 @@ def show_reaches(plan: Plan, found: Sequence[Reach]) -> None:
                 st.button(
                     "Prove it by short runs",
                     key=f"prove_limit_{reach.name}",
-                    help="Queues a search: runs of three steps, from the predicted value on, until one "
-                    "runs and the next is out of memory.",
+                    help="Queues a search: runs of three steps, from the largest value predicted to run "
+                    "at all, until one runs and the next is out of memory.",
                     on_click=_submit,
                     args=(plan, reach, world),
                 )

@@ -88,6 +88,14 @@ def test_the_figure_draws_every_value_and_what_is_claimed() -> None:
     assert figure.layout.xaxis.type == "linear"
 
 
+def test_every_figure_of_the_table_says_its_unit() -> None:
+    said = {"english": "a text"}
+    one = {"condition": "a", "value": 268_435_456.0, "agrees": True}
+    claim = {"id": "x", "says": "y", "said_in": said, "verdict": "holds", "unit": "bytes"}
+    (row,) = claim_rows.table_rows([{**claim, "computed": [one], "measured": []}], "GiB")
+    assert (row["figure"], row["value"], row["unit"]) == ("256.00 MiB", 268_435_456.0, "bytes")
+
+
 def choose_an_export() -> None:
     from app.components.export_box import _choose
     from planner.plan import default_plan
