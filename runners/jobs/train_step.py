@@ -24,7 +24,7 @@ from runners.jobs.adapters import choose_trained
 from runners.jobs.attention_calls import recorded_sdpa_call
 from runners.jobs.checkpointing import checkpoint_layers
 from runners.jobs.harness import JobSession, run_job
-from runners.jobs.host_pace import measure_host_pace
+from runners.jobs.host_pace import measure_paced_steps
 from runners.jobs.kernel_times import measure_kernels
 from runners.jobs.losses import install_chunked_loss, install_fused_loss
 from runners.jobs.section_meter import CudaCounter, MemoryCounter, SectionMeter, watched_sections
@@ -279,7 +279,8 @@ def measure_training(session: JobSession) -> None:
             session.measured["timeline"] = trainer.timeline(CudaCounter(session.device))
         # After all that is measured of memory, and before a profiler slows what is started.
         session.events.phase("host_pace")
-        session.measured["host_pace"] = world.gather(measure_host_pace(session.device))
+        paced = measure_paced_steps(trainer.step, session.device)
+        session.measured["host_pace"] = world.gather(paced)
         if session.device.type == "cuda" and spec.kernel_times:
             session.events.phase("kernel_times")
             seen = measure_kernels(trainer.step, session.device)
