@@ -23,6 +23,8 @@ MEMORY_QUANTITIES = ("allocated", "reserved", "device")
 PHASE_TIMES = ("forward_time", "backward_time", "optimizer_time")
 # A rank alone sends nothing: its step is compared with that of a rank alone.
 ALONE = "step_time_alone"
+# A step timed by itself, between two readings of its host's pace.
+PACED = "paced_step"
 TIME_QUANTITIES = ("step_time", ALONE, *PHASE_TIMES, "communication_time")
 _DDP = (Engine.DDP, Engine.ZERO_REDUNDANCY)
 # The component of the prediction, and its name in a measurement.
@@ -99,21 +101,23 @@ def compare_alone(plan: Plan, measured: Mapping[str, Any]) -> list[Comparison]:
     return [Comparison(quantity=ALONE, predicted=predicted_s, measured=float(seen))]
 
 
-def probed_step_s(plan: Plan, measured: Mapping[str, Any], *, alone: bool) -> float | None:
-    """Return the step time predicted for the host's pace as the run itself measured it, seconds.
+def compare_paced(plan: Plan, measured: Mapping[str, Any], *, alone: bool) -> list[Comparison]:
+    """Pair the steps that a run took between readings of its host's pace with those predicted at that pace.
 
-    So a calibration made at that moment would have it. The slowest rank's host counts; None of a run that
-    did not measure it, or that is no training.
+    So a calibration made at that moment would have them. Of several ranks the slowest counts, as a host and
+    as a step. Empty where the run did not measure it, or is no training.
     """
-    ranks, workload = measured.get("host_pace"), plan.workload
-    if not ranks or not isinstance(workload, TrainingWorkload):
-        return None
-    forward_s, backward_s = (
-        1e-6 * max(rank[f"{way}_us"] for rank in ranks) for way in ("forward", "backward")
-    )
-    rates = rates_of(plan.hardware)
-    at_pace = replace(rates, host=rates.host.at_pace(forward_s, backward_s))
-    return _step_s(plan, workload, at_pace, alone=alone)
+    ranks, workload = measured.get("host_pace") or (), plan.workload
+    if not isinstance(workload, TrainingWorkload):
+        return []
+    rates, found = rates_of(plan.hardware), []
+    for together in zip(*(rank["steps"] for rank in ranks), strict=True):
+        slowest = {name: max(one[name] for one in together) for name in together[0]}
+        host = rates.host.at_pace(1e-6 * slowest["forward_us"], 1e-6 * slowest["backward_us"])
+        predicted_s = _step_s(plan, workload, replace(rates, host=host), alone=alone)
+        seen_s = slowest["step_time_s"]
+        found.append(Comparison(quantity=PACED, predicted=predicted_s, measured=seen_s))
+    return found
 
 
 def _step_s(plan: Plan, workload: TrainingWorkload, rates: Rates, *, alone: bool) -> float:

@@ -13,7 +13,7 @@ from statistics import median
 
 from planner.accuracy import AccuracyReport, Residual, accuracy_report, summarize
 from planner.as_run import as_run
-from planner.comparison import ALONE, probed_step_s
+from planner.comparison import ALONE, compare_paced
 from planner.plan import parse_plan
 from planner.public_speed import PublicSpeed, public_speeds
 from planner.records import Kind, RecordedRow, Role, read_file
@@ -46,10 +46,10 @@ Written by `make accuracy` from `recorded/`; do not edit. How a step is timed st
 H200 with the shipped curves. **whole step**: one GPU, or two with NCCL. **one rank alone**: one of N,
 without the others (world `solo`). Rows held out were chosen before anything was tuned and used for nothing since.
 """
-PROBED = """
-**The host's pace.** Runs measure it right after their steps (`host_pace`, recorded/README.md). Steps of such runs whose
-host sets the pace or needs nearly as long, predicted with the shipped host, whose pace is the usual one, and with the pace
-that the run itself measured, as a `peakmark calibrate` at that moment would:
+PACED_STEPS = """
+**The host's pace.** After all else a run takes a few steps more, each between two readings of its host's pace
+(`host_pace`, recorded/README.md). Errors of these steps where the host sets the pace or needs nearly as long: predicted with the
+shipped host, at the usual pace, and with the pace that was read, as a `peakmark calibrate` at that moment would:
 """
 USED = """
 {n} rows set a constant of the host (its pace, FSDP2's updates of several tensors, DeepSpeed's work per parameter) and count nowhere:
@@ -158,7 +158,7 @@ def render(rows: Sequence[RecordedRow], report: AccuracyReport, public: Path = P
     lines = [HEAD, "## Errors\n", *_overall(timed, paces), BOUND]
     lines += [RANGES, *_ranges(whole_steps(timed, paces))]
     lines += [REPEATS, *_repeats(rows, host_bound, set(paces))]
-    lines += _probed(rows, timed, paces)
+    lines += _paced(rows, timed, paces)
     lines.append(USED.format(n=len(rows_used()), rows=_listed(sorted(rows_used()))))
     for title, names in GROUPS.items():
         lines += [f"\n### {title}\n", *_grouped(timed, names)]
@@ -214,30 +214,25 @@ def _ranges(steps: Sequence[tuple[str, float]]) -> Iterator[str]:
     yield ""
 
 
-def _probed(
+def _paced(
     rows: Iterable[RecordedRow], timed: Sequence[Residual], paces: Mapping[str, str]
 ) -> Iterator[str]:
-    """Errors of the steps that wait for a host whose pace was measured: at the usual one, and at its own."""
-    by_id = {r.row_id: r for r in timed if paces[r.row_id] != "gpu"}
-    usual: dict[str, list[float]] = defaultdict(list)
-    own: dict[str, list[float]] = defaultdict(list)
+    """Errors of steps that wait for a host whose pace was read: at the usual one, and at its own."""
+    waiting = {r.row_id: r.comparison for r in timed if paces[r.row_id] != "gpu"}
+    errors: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        if row.id not in by_id:
+        if row.id not in waiting:
             continue
-        seen = by_id[row.id].comparison
-        plan = as_run(parse_plan(row.spec["plan"]), row.environment)
-        predicted_s = probed_step_s(plan, row.measured, alone=seen.quantity == ALONE)
-        if predicted_s is not None:
-            words = QUANTITIES[seen.quantity]
-            usual[words].append(seen.error_percent)
-            own[words].append(100 * (predicted_s / seen.measured - 1))
-    if not usual:
-        return
-    yield PROBED
-    yield from _table("rows")
-    for words, errors in usual.items():
-        yield _line(f"{words}: at the usual pace", errors)
-        yield _line(f"{words}: at the run's own pace", own[words])
+        plan, usual = as_run(parse_plan(row.spec["plan"]), row.environment), waiting[row.id]
+        for step in compare_paced(plan, row.measured, alone=usual.quantity == ALONE):
+            words = QUANTITIES[usual.quantity]
+            at_usual = 100 * (usual.predicted / step.measured - 1)
+            errors[f"{words}: at the usual pace"].append(at_usual)
+            errors[f"{words}: at the pace that was read"].append(step.error_percent)
+    if errors:
+        yield PACED_STEPS
+        yield from _table("steps")
+        yield from (_line(words, found) for words, found in errors.items())
 
 
 def _repeats(rows: Iterable[RecordedRow], host_bound: set[str], ids: set[str]) -> Iterator[str]:

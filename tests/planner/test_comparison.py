@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from planner.comparison import compare, probed_step_s
+from planner.comparison import compare, compare_paced
 from planner.plan import default_plan, parse_plan
 from planner.predict import predict
 from planner.speed.calibrated import rates_of
@@ -35,7 +35,7 @@ def test_only_what_the_prediction_is_of_is_compared(
     assert found[0].predicted == prediction["memory"]["allocated_bytes"]
 
 
-def test_a_step_is_predicted_at_the_pace_that_its_own_run_measured() -> None:
+def test_paced_steps_are_predicted_at_the_pace_that_their_run_measured() -> None:
     # A small model, whose host takes far longer than its GPU: three times the shipped reference forward,
     # by the slower of two ranks, and twice back.
     document = {
@@ -48,12 +48,14 @@ def test_a_step_is_predicted_at_the_pace_that_its_own_run_measured() -> None:
     plan = parse_plan(document)
     rates = rates_of(plan.hardware)
     forward_us, backward_us = (1e6 * seconds for seconds in rates.host.module_s)
-    pace = {"launch_us": 9.0, "forward_us": 3 * forward_us, "backward_us": backward_us}
-    other = {"launch_us": 9.0, "forward_us": forward_us, "backward_us": 2 * backward_us}
-    found = probed_step_s(plan, {"host_pace": [pace, other]}, alone=True)
+    step = {"step_time_s": 0.2, "forward_us": 3 * forward_us, "backward_us": backward_us}
+    other = {"step_time_s": 0.1, "forward_us": forward_us, "backward_us": 2 * backward_us}
+    ranks = [{"forward_us": 1.0, "steps": [one]} for one in (step, other)]
+    [found] = compare_paced(plan, {"host_pace": ranks}, alone=True)
     assert isinstance(plan.workload, TrainingWorkload)
-    step = training_step(plan.model, plan.workload, plan.parallelism, rates, alone=True)
-    usual = rates.host.paces
-    ahead = 3 / usual[0] * (float(step.host_s["forward"]) + float(step.host_s["optimizer"]))
-    assert found == pytest.approx(ahead + 2 / usual[1] * float(step.host_s["backward"]))
-    assert probed_step_s(plan, {}, alone=True) is None
+    usual = training_step(plan.model, plan.workload, plan.parallelism, rates, alone=True)
+    host_s, paces = usual.host_s, rates.host.paces
+    ahead_s = 3 / paces[0] * (float(host_s["forward"]) + float(host_s["optimizer"]))
+    assert found.predicted == pytest.approx(ahead_s + 2 / paces[1] * float(host_s["backward"]))
+    assert (found.quantity, found.measured) == ("paced_step", 0.2)
+    assert compare_paced(plan, {}, alone=True) == []
