@@ -40,6 +40,10 @@ class Blocks:
         queries, keys = min(self.queries, block), min(self.keys, block)
         return Blocks(queries, keys, self.warps, self.stages)
 
+    def step(self, kernel: Pass) -> int:
+        """Return the rows of a tile that `kernel` walks over: queries for dK and dV, else keys."""
+        return self.queries if kernel is Pass.KEY_GRADIENT else self.keys
+
     def options(self) -> dict[str, int]:
         """Return the launch options of a kernel."""
         return {
@@ -70,6 +74,12 @@ LARGE = {
         256: Blocks(64, 64, 8, 2),
     },
 }
+# For full masks that fill their tiles: without the code for partial tiles more registers are left.
+LARGE_WHOLE = {
+    Pass.FORWARD: {128: Blocks(128, 128, 8, 3)},
+    Pass.KEY_GRADIENT: {128: Blocks(64, 128, 8, 3)},
+    Pass.QUERY_GRADIENT: {},
+}
 PORTABLE = {
     Pass.FORWARD: {
         64: Blocks(128, 64, 4, 3),
@@ -98,10 +108,23 @@ def padded_head_dim(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def choose_blocks(head_dim: int, element_bytes: int, kernel: Pass, shared_bytes: int) -> Blocks:
-    """Return the tile of `kernel` for a device with `shared_bytes` of shared memory per program."""
+def choose_blocks(
+    head_dim: int,
+    element_bytes: int,
+    kernel: Pass,
+    shared_bytes: int,
+    full_length: int | None = None,
+) -> Blocks:
+    """Return the tile of `kernel` for a device with `shared_bytes` of shared memory per program.
+
+    `full_length` is the length that it walks over under a full mask, None under another.
+    """
     columns = padded_head_dim(head_dim)
     if element_bytes == FP32_BYTES:
         return FP32[columns]
-    table = LARGE if shared_bytes >= LARGE_SHARED_BYTES else PORTABLE
-    return table[kernel][columns]
+    if shared_bytes < LARGE_SHARED_BYTES:
+        return PORTABLE[kernel][columns]
+    whole = LARGE_WHOLE[kernel].get(columns)
+    if whole is not None and full_length is not None and full_length % whole.step(kernel) == 0:
+        return whole
+    return LARGE[kernel][columns]

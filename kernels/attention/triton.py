@@ -206,12 +206,12 @@ def _options(q: Tensor, v: Tensor, kernel: Pass, mask: _Lowered) -> dict[str, An
     """
     available = MAX_SHARED_BYTES if INTERPRETED else _shared_bytes(q.device.index)
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    blocks = choose_blocks(max(head_dim, value_dim), q.element_size(), kernel, available)
-    blocks = blocks.within(mask.block)
-    walks_queries = kernel is Pass.KEY_GRADIENT
-    rest = q.shape[2] % blocks.queries if walks_queries else v.shape[2] % blocks.keys
+    walked = q.shape[2] if kernel is Pass.KEY_GRADIENT else v.shape[2]
+    full_length = walked if mask.kind == MaskKind.FULL else None
+    sizes = max(head_dim, value_dim), q.element_size()
+    blocks = choose_blocks(*sizes, kernel, available, full_length).within(mask.block)
     return blocks.options() | {
-        "PARTIALS": mask.kind != MaskKind.FULL or rest > 0,
+        "PARTIALS": full_length is None or full_length % blocks.step(kernel) > 0,
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
         "BLOCK_D": padded_head_dim(head_dim),

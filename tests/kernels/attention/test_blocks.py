@@ -43,6 +43,21 @@ def test_tiles_are_powers_of_two_that_fit(
     assert least_shared_bytes(blocks, columns, element_bytes, kernel) <= shared_bytes
 
 
+def test_a_full_mask_takes_larger_tiles_where_it_fills_them() -> None:
+    def tile(kernel: Pass, length: int | None) -> Blocks:
+        return choose_blocks(128, 2, kernel, MAX_SHARED_BYTES, length)
+
+    assert [tile(Pass.FORWARD, n).keys for n in (4096, 4160, None)] == [128, 64, 64]
+    # dK and dV walk over queries, 64 at a time.
+    assert [tile(Pass.KEY_GRADIENT, n).stages for n in (4096, 4160, 4100, None)] == [3, 3, 2, 2]
+    for kernel in Pass:
+        found = tile(kernel, 4096)
+        assert least_shared_bytes(found, 128, 2, kernel) <= MAX_SHARED_BYTES
+        assert choose_blocks(128, 2, kernel, CONSUMER_BYTES, 4096) == choose_blocks(
+            128, 2, kernel, CONSUMER_BYTES
+        )
+
+
 @pytest.mark.parametrize("kernel", list(Pass))
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_hopper_tiles_are_never_narrower_than_64(kernel: Pass, head_dim: int) -> None:

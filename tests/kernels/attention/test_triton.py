@@ -26,6 +26,13 @@ def test_every_length_matches_float64(
     assert_accurate(*make_inputs(1, (2, 1), seqs, 64, torch.float16), causal)
 
 
+@pytest.mark.parametrize("seqs", [(64, 128), (128, 256), (70, 128), (128, 70), (64, 64)])
+def test_a_full_mask_fills_its_tiles_or_does_not(
+    seqs: tuple[int, int], make_inputs: Make, assert_accurate: Check
+) -> None:
+    assert_accurate(*make_inputs(1, (2, 1), seqs, 128, torch.float16), causal=False)
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256, 5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_head_size_matches_float64(
