@@ -1,6 +1,6 @@
 """Write planner/speed/h200.json from rows of `peakmark calibrate`.
 
-python scripts/write_speed_rates.py recorded/h200-calibrate.jsonl recorded/speed/h200-{host,kinds,dtypes,offload,pace}.jsonl
+python scripts/write_speed_rates.py recorded/h200-calibrate.jsonl recorded/speed/h200-{host,kinds,dtypes,offload,pace,products}.jsonl
 
 Each file holds JSON lines: recorded calibrations, single curves or single rows of the host. Of our kernels for
 Hopper `dtypes` has the lengths at which the GPU, not the host that starts them, took the time.

@@ -8,7 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
     "h200-calibrate.jsonl",
-    *(f"speed/h200-{name}.jsonl" for name in ("host", "kinds", "dtypes", "offload", "pace")),
+    *(
+        f"speed/h200-{name}.jsonl"
+        for name in ("host", "kinds", "dtypes", "offload", "pace", "products")
+    ),
 )
 
 
