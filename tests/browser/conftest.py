@@ -15,7 +15,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from db.engine import open_database
 
@@ -51,36 +51,31 @@ def _wait_until_healthy(base: str) -> None:
     raise TimeoutError(f"no server at {base} after {START_TIMEOUT_S:.0f} s")
 
 
-@pytest.fixture
-def chromium() -> str:
-    if shutil.which(CHROMIUM) is None:
-        pytest.skip(f"{CHROMIUM} is not installed")
-    return CHROMIUM
+@pytest.fixture(scope="session")
+def few_rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A database with a dozen of the recorded training steps, and how many.
 
-
-@pytest.fixture
-def few_rows(tmp_path: Path) -> int:
-    """Make the database of `product` with a dozen of the recorded training steps; return how many.
-
-    For all of them a server predicts minutes on a busy core. Ask for it before `product`.
+    For all of them a server predicts minutes on a busy core.
     """
+    folder = tmp_path_factory.mktemp("browser")
     lines = (ROOT / "recorded" / "h200-two-gpus-times.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     kept = [row for row in rows if row["kind"] == "train_step" and row["outcome"] == "done"][:12]
-    recorded = tmp_path / "recorded"
+    recorded = folder / "recorded"
     recorded.mkdir()
     (recorded / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    open_database(f"sqlite:///{tmp_path / 'browser.db'}", recorded=recorded).close()
-    return len(kept)
+    path = folder / "browser.db"
+    open_database(f"sqlite:///{path}", recorded=recorded).close()
+    return path, len(kept)
 
 
-@pytest.fixture
-def product(tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def product(few_rows: tuple[Path, int]) -> Iterator[str]:
     """Start server and worker; give the server's address; stop both."""
     port = _free_port()
     environment = {
         **os.environ,
-        "PEAKMARK_DATABASE_URL": f"sqlite:///{tmp_path / 'browser.db'}",
+        "PEAKMARK_DATABASE_URL": f"sqlite:///{few_rows[0]}",
         "OMP_NUM_THREADS": "1",
     }
     server = [sys.executable, "-m", "streamlit", "run", "app/streamlit_app.py"]
@@ -102,12 +97,21 @@ def product(tmp_path: Path) -> Iterator[str]:
             process.wait(timeout=60)
 
 
-@pytest.fixture
-def page(chromium: str) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if shutil.which(CHROMIUM) is None:
+        pytest.skip(f"{CHROMIUM} is not installed")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        page = browser.new_page(viewport={"width": 1440, "height": 1000})
-        page.set_default_timeout(DRAW_TIMEOUT_MS)
-        expect.set_options(timeout=DRAW_TIMEOUT_MS)
-        yield page
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page of a visitor of its own."""
+    context = browser.new_context(viewport={"width": 1440, "height": 1000})
+    context.set_default_timeout(DRAW_TIMEOUT_MS)
+    expect.set_options(timeout=DRAW_TIMEOUT_MS)
+    yield context.new_page()
+    context.close()
