@@ -172,6 +172,16 @@ def test_nan_in_a_query_stays_in_its_row(make_inputs: Make) -> None:
         assert torch.equal(found[others], clean[others])
 
 
+def test_infinity_in_a_value_reaches_whoever_sees_it(make_inputs: Make) -> None:
+    q, k, v = (tensor.detach() for tensor in make_inputs(1, (2, 1), (70, 70), 16))
+    clean = flash_attention(q, k, v, causal=True)
+    v[0, 0, 33, 5] = torch.inf
+    out = flash_attention(q, k, v, causal=True)
+    assert (out[:, :, 33:, 5] == torch.inf).all()
+    others = torch.arange(16, device=DEVICE) != 5
+    assert torch.equal(out[..., others], clean[..., others])
+
+
 def test_the_log_sum_exp_is_differentiable(make_inputs: Make) -> None:
     from kernels.attention.reference import reference_attention
 
