@@ -170,7 +170,7 @@ def _levers(point: ServingPoint, found: ServingAnswer) -> None:
         title=f"Lever by lever: {measure.label.lower()}",
         caption=f"Predicted, one change at a time against the choice above ({better} is better). A **system** "
         "lever gives the same model's answers, but for rounding; a **model** lever is another model, which "
-        "must be trained so. A one-byte cache halves bytes, not time: each token's scale is fetched first. Weights of "
+        "must be trained so. A one-byte cache halves the bytes, not the time: each token and head has a scale. Weights of "
         f"fewer than 16 bits and several GPUs are worked out, no run measured them.{said}",
         rows=rows,
     )

@@ -20,8 +20,6 @@ GOOD_ENOUGH = 0.85
 # A split should read some tiles, or its start and its part of the combination cost more than it saves.
 MIN_TILES = 4
 
-WHOLE_TILE = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -37,19 +35,18 @@ def packed_rows(seq_q: int, group: int) -> int:
     return max(MIN_ROWS, 1 << (seq_q * group - 1).bit_length())
 
 
-def choose_tile(head_dim: int, cache_bytes: int, page: int | None) -> Tile:
-    """Return the tile for `cache_bytes` per cached element and pages of `page` keys.
+def choose_tile(head_dim: int, cache_bytes: int) -> Tile:
+    """Return the tile for `cache_bytes` per cached element.
 
-    Pages of a multiple of 64 keys hold whole tiles: one page number per tile. Smaller ones are
-    gathered key by key.
+    Pages of a multiple of it hold whole tiles, one page number per tile; smaller ones are gathered key
+    by key. That costs less than smaller tiles: over pages of 64 keys an fp8 cache of 32 x 8,192 tokens with
+    a scale for each takes 159 us by tiles of 128 keys and 216 by tiles of 64 (H200).
     """
     keys = 64 if cache_bytes > 1 else 128
     if head_dim > 128:
         keys //= 2
     if cache_bytes == 4:
         keys = 32
-    if page is not None and WHOLE_TILE <= page & -page < keys:
-        keys = page & -page
     return Tile(keys=keys, warps=4, stages=3 if cache_bytes < 4 else 2)
 
 

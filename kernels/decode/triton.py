@@ -183,7 +183,7 @@ def _multiprocessors(device: torch.device) -> int:
 def _cut(q: Tensor, k: Tensor, block_table: Tensor | None, window: int, num_splits: int) -> _Cut:
     page = 0 if block_table is None else k.shape[2]
     capacity = k.shape[2] if block_table is None else page * block_table.shape[1]
-    tile = choose_tile(q.shape[-1], k.element_size(), page or None)
+    tile = choose_tile(q.shape[-1], k.element_size())
     visible = min(capacity, window + q.shape[2] - 1) if window else capacity
     chosen = num_splits or choose_splits(
         q.shape[0], k.shape[1], visible, tile.keys, _multiprocessors(q.device)

@@ -71,10 +71,10 @@ _BETWEEN_KERNELS_S, _STARTED_S, _ARGMAX_S = 0.38e-6, 0.81e-6, 0.29e-9
 # Products of so many tokens are measured ones of few; from these on the curves of training hold, and between
 # them time goes by a straight line.
 _MANY_TOKENS = 2 * MOST_FEW_TOKENS
-# With a scale for each token and head, over pages, each tile that a program goes through takes so much longer;
-# the curves are without that: 32 sequences of 8,192 tokens take 60 us more than 64 of 4,096, in 60 tiles more.
-PAGED_TILE_S = 0.95e-6
-_TILE_TOKENS, _PROGRAMS_PER_MULTIPROCESSOR = 64, 2
+# With a scale for each token and head, over pages of 64, each cached token of a head takes so much longer than
+# along the curves, which are without pages: 155 us beside 127 for 32 x 8,192 tokens of heads of 128, 117 beside 75
+# for 64 x 4,096 of heads of 64 (kernels timed by themselves, with the tiles of today).
+_PAGED_TOKEN_S, _PAGED_NARROW_TOKEN_S, _NARROW_HEAD = 13e-12, 20e-12, 64
 # A GPU that computes for long runs into its power limit, and one that has rested computes faster than the
 # curves of calls repeated, which are between. Prefills of up to 22 ms take 0.87 of these, from 60 ms on 1.09 (a
 # product repeated for long: 1.18, the "sustained" points of planner/speed/h200.json). Fitted to Llama-3.1-8B's and
@@ -358,11 +358,11 @@ class StepTimes:
         computed_s = flops / (_LATENT_SHARE * self.rates.peak_flop_s["bf16"])
         layers = part.num_layers
         heads = elements / (2.0 * part.head_dim)
-        each_s = decode_attention_s(
-            served.kv_dtype, scales > 0, part.head_dim, batch, seen / layers * heads
-        )
+        read_heads = seen / layers * heads
+        each_s = decode_attention_s(served.kv_dtype, scales > 0, part.head_dim, batch, read_heads)
         if scales:
-            each_s += PAGED_TILE_S * self._tiles(batch, seen / layers)
+            is_narrow = part.head_dim <= _NARROW_HEAD
+            each_s += read_heads * (_PAGED_NARROW_TOKEN_S if is_narrow else _PAGED_TOKEN_S)
         read_s = layers * self._slower * each_s
         append = layers * self._stream_s(batch * elements * 4.0)
         return StepPart(
@@ -372,15 +372,6 @@ class StepTimes:
             time_s=append + max(read_s, computed_s),
             bound="compute" if computed_s > read_s else "hbm",
         )
-
-    def _tiles(self, batch: int, layer_tokens: float) -> float:
-        """Tiles of keys that each program of a decode attention goes through, one after the other."""
-        part = self.part
-        heads = part.num_heads if part.latent is not None else part.num_kv_heads
-        # A row is cut into parts until there are two programs for each multiprocessor; four run at once.
-        fewest = _PROGRAMS_PER_MULTIPROCESSOR * self.rates.multiprocessors
-        programs = min(max(fewest, batch * heads), 2 * fewest)
-        return layer_tokens * heads / _TILE_TOKENS / programs
 
     def _seen_tokens(self, batch: int, total_context_tokens: int) -> float:
         """Cached tokens that a step reads over all layers, sequences taken as equally long."""

@@ -82,7 +82,7 @@ class _Stored:
 def _store(
     blocks: int, tokens: int, shape: CacheShape, dtype: torch.dtype, device: torch.device
 ) -> _Stored:
-    """Allocate one layer; a token's heads lie side by side, its scales too."""
+    """Allocate one layer; a token's heads lie side by side, but a head's scales: they are read together."""
 
     def values() -> Tensor:
         size = (blocks, tokens, shape.kv_heads, shape.head_dim)
@@ -91,8 +91,8 @@ def _store(
     def scales() -> Tensor | None:
         if dtype not in ONE_BYTE.values():
             return None
-        size = (blocks, tokens, shape.kv_heads)
-        return torch.empty(size, dtype=torch.float32, device=device).transpose(1, 2)
+        size = (blocks, shape.kv_heads, tokens)
+        return torch.empty(size, dtype=torch.float32, device=device)
 
     return _Stored(values(), values(), scales(), scales())
 

@@ -21,7 +21,7 @@ def request_of(
     types |= dict.fromkeys(SIZES, "i32") | dict.fromkeys(("q", "out", "k", "v"), "*bf16")
     types |= {"lse": "*fp32", "lengths": "*i32", "table": "*i32", "scale_log2": "fp32"}
     constants = {"WINDOWED": window, "PAGE": page, "IS_SPLIT": False, "HEAD_DIM": 128}
-    tile = choose_tile(128, 1 if element in ONE_BYTE else 2, page or None)
+    tile = choose_tile(128, 1 if element in ONE_BYTE else 2)
     if element in ONE_BYTE:
         types |= {"k": "*i16", "v": "*i16", "k_scale": "*fp32", "v_scale": "*fp32"}
         types |= {name: ["i32"] * 3 for name in ("k_scale_strides", "v_scale_strides")}

@@ -31,10 +31,12 @@ def test_half_the_bytes_of_a_cache_are_not_half_the_step() -> None:
     assert "with 2.00 times fewer bytes; were it free, a step would be" in found.sentence
 
 
-def test_a_scale_for_each_token_takes_back_what_a_smaller_cache_gains() -> None:
-    found = limit(kv_dtype=KvDtype.FP8, token_scales=True)
+def test_a_scale_for_each_token_takes_back_a_part_of_what_a_smaller_cache_gains() -> None:
+    found, per_head = limit(kv_dtype=KvDtype.FP8, token_scales=True), limit(kv_dtype=KvDtype.FP8)
+    # Attention, 63 % of the step, takes 154.5 of 253.6 us: kernels timed by themselves.
+    assert found.speed_up == pytest.approx(1 / (1 - 0.63 * (1 - 154.5 / 253.6)), rel=0.03)
     assert found.byte_factor is not None
-    assert 0.95 < found.speed_up < 1.05 < found.byte_factor
+    assert 1 < found.speed_up < per_head.speed_up < found.byte_factor
     assert "of its time with 1.94 times fewer bytes" in found.sentence
 
 

@@ -25,6 +25,7 @@ from planner.serving.runs import (
 from planner.serving.times import FITTED_PREFILLS, FITTED_STEPS, SERVE_ROWS
 
 RECORDED = Path(__file__).resolve().parents[3] / "recorded/h200-decode.jsonl"
+PROFILES = RECORDED.with_name("h200-profile.jsonl")
 H200 = resolve_gpu("h200")
 MIB = 2**20
 
@@ -117,20 +118,22 @@ def test_a_prefill_started_kernel_by_kernel_is_no_evidence_for_a_graph(
 
 def fitted(row: RecordedRow) -> frozenset[str]:
     """Return which times of a decode row a constant was fitted to."""
-    given = row.spec["decode"]
-    shape = (given["model"].get("preset"), given["batch"], given["context"])
     sets = {"decode_time": FITTED_STEPS, "prefill_time": FITTED_PREFILLS}
-    return frozenset(name for name, shapes in sets.items() if shape in shapes)
+    return frozenset(name for name, shapes in sets.items() if shape_of(row) in shapes)
+
+
+def shape_of(row: RecordedRow) -> tuple[str, int, int]:
+    given = row.spec["decode"]
+    return given["model"].get("preset"), given["batch"], given["context"]
 
 
 def test_shapes_that_set_a_constant_are_no_evidence_for_its_time(rows: list[RecordedRow]) -> None:
     decoded = [row for row in rows if row.kind is Kind.DECODE]
     for row in decoded:
         assert not fitted(row) & {one.quantity for one in compare_served(row)}
-    # Every shape that is named is there, else it names nothing.
-    found = [name for row in decoded for name in fitted(row)]
-    assert found.count("decode_time") >= len(FITTED_STEPS)
-    assert found.count("prefill_time") >= len(FITTED_PREFILLS)
+    # Every shape that is named is there, as a run or as a profile of one, else it names nothing.
+    profiles = [row for row in read_file(PROFILES) if row.spec.get("decode")]
+    assert {shape_of(row) for row in (*decoded, *profiles)} >= FITTED_STEPS | FITTED_PREFILLS
     assert {row.id for row in rows} >= SERVE_ROWS
 
 

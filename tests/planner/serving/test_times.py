@@ -75,13 +75,22 @@ def test_smaller_weights_decode_faster(dtype: WeightsDtype) -> None:
     assert times(weights_dtype=dtype).decode_s(1, 1000) < times().decode_s(1, 1000)
 
 
-def test_a_scale_for_every_cached_token_costs_what_a_byte_less_saves() -> None:
-    """Measured: 12.65 ms a step, 12.72 ms over bf16."""
-    plain, per_head = times(), times(kv_dtype=KvDtype.FP8)
-    per_token = times(kv_dtype=KvDtype.FP8, token_scales=True)
-    at = (32, 32 * 8192)
-    assert per_head.decode_s(*at) < 0.8 * plain.decode_s(*at)
-    assert per_token.decode_s(*at) == pytest.approx(plain.decode_s(*at), rel=0.03)
+def test_a_scale_for_every_cached_token_costs_a_part_of_what_a_byte_less_saves() -> None:
+    """Measured by itself, pages of 64: 154.5 us a layer, 253.6 over bf16; heads of 64, 64 x 4,096: 117.1 and 139.1."""
+    for model, batch, context, ratio in (
+        ("meta-llama/Llama-3.1-8B", 32, 8192, 154.5 / 253.6),
+        ("meta-llama/Llama-3.2-1B", 64, 4096, 117.1 / 139.1),
+    ):
+        per_token, per_head, plain = (
+            times(model, **options).decode_parts(batch, batch * context)[-1].time_s
+            for options in (
+                {"kv_dtype": KvDtype.FP8, "token_scales": True},
+                {"kv_dtype": KvDtype.FP8},
+                {},
+            )
+        )
+        assert per_head < per_token < plain
+        assert per_token / plain == pytest.approx(ratio, rel=0.05)
 
 
 def test_the_kernels_of_a_profile_take_as_long_as_they_were_busy() -> None:
