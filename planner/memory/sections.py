@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from planner.errors import PlanError
 from planner.memory.groups import Place
 from planner.memory.kinds import contexts, wider_contexts
@@ -35,7 +38,9 @@ LAST_LAYER, SECOND_TO_LAST, SHARED, EVERY_LAYER = -6, -7, -8, -9
 # Of other layers, and of what is around them, a release numbers not all tensors but those that such
 # releases name: so it is the same whatever kind of layer is there.
 EXPORTED = (PREVIOUS, FORWARD_ABOVE, FORWARD_BELOW, LAST_LAYER, SECOND_TO_LAST)
-LiveSet = Counter[tuple[str, str]]
+Entry = tuple[str, str]
+LiveSet = Counter[Entry]
+Integers = npt.NDArray[np.int64]
 Row = Sequence[int]
 Released = tuple[Place, int]
 
@@ -196,22 +201,36 @@ class StepSequence:
 
     def _sum(self, place: Place) -> Extent:
         """Bytes per (component, monomial) from the place's start, at its moments and its end."""
-        live: LiveSet = Counter()
-        moments: list[LiveSet] = []
+        columns: dict[Entry, int] = {}
+        changes: list[tuple[int, int]] = []
+        # How many changes, and of how many entries, lie before each moment.
+        moments: list[tuple[int, int]] = []
         for row in self.rows(place):
-            if len(row) == 1:
-                if row[0] >= len(FLAT_GROUPS):
-                    continue
-                live["gradients", FLAT_GROUPS[row[0]]] += 1
-            elif len(row) == 3:
-                live[self._entry(row)] += row[2]
-            else:
-                for where, number in self.released(place, row):
-                    allocated = self._allocation(where, number)
-                    live[self._entry(allocated)] -= allocated[2]
-            if len(row) != 2:
-                moments.append(Counter(live))
-        return Extent(net=live, peaks=tuple(_undominated(moments)))
+            for entry, size_bytes in self._changes(place, row):
+                changes.append((columns.setdefault(entry, len(columns)), size_bytes))
+            if len(row) == 3 or (len(row) == 1 and row[0] < len(FLAT_GROUPS)):
+                moments.append((len(changes), len(columns)))
+        live = np.zeros((len(changes) + 1, len(columns)), dtype=np.int64)
+        for number, (column, size_bytes) in enumerate(changes, start=1):
+            live[number, column] = size_bytes
+        np.cumsum(live, axis=0, out=live)
+        entries = list(columns)
+        highest = _undominated(live[[end for end, _ in moments]], entries)
+        peaks = (
+            _live_set(entries[:seen], live[end]) for end, seen in map(moments.__getitem__, highest)
+        )
+        return Extent(net=_live_set(entries, live[-1]), peaks=tuple(peaks))
+
+    def _changes(self, place: Place, row: Row) -> Iterator[tuple[Entry, int]]:
+        """What a row of a place takes or, below zero, gives back; a flat group counts as one byte."""
+        if len(row) == 3:
+            yield self._entry(row), row[2]
+        elif len(row) == 2:
+            for where, number in self.released(place, row):
+                allocated = self._allocation(where, number)
+                yield self._entry(allocated), -allocated[2]
+        elif row[0] < len(FLAT_GROUPS):
+            yield ("gradients", FLAT_GROUPS[row[0]]), 1
 
     def _allocation(self, place: Place, number: int) -> Row:
         rows = self.rows(place)
@@ -239,29 +258,23 @@ def _not_traced(context: str) -> PlanError:
     return PlanError("workload", context, "a pattern that has been traced", sentence=sentence)
 
 
-def _totals(moment: LiveSet) -> Counter[str]:
-    """Sum a moment's bytes by monomial, of those that can decide a peak."""
-    totals: Counter[str] = Counter()
-    for (_, monomial), size_bytes in moment.items():
-        if _weighs(monomial):
-            totals[monomial] += size_bytes
-    return totals
+def _live_set(entries: Sequence[Entry], sizes_bytes: Integers) -> LiveSet:
+    return Counter(dict(zip(entries, sizes_bytes.tolist(), strict=False)))
 
 
-def _undominated(moments: list[LiveSet]) -> list[LiveSet]:
-    """Drop each moment that another one exceeds or equals in every monomial that matters."""
-    kept: list[tuple[Counter[str], LiveSet]] = []
-    for moment in moments:
-        totals = _totals(moment)
-        if any(_covers(other, totals) for other, _ in kept):
-            continue
-        kept = [pair for pair in kept if not _covers(totals, pair[0])]
-        kept.append((totals, moment))
-    return [moment for _, moment in kept]
+def _undominated(live: Integers, entries: Sequence[Entry]) -> list[int]:
+    """Which moments no other one exceeds or, before them, equals in every monomial that matters.
 
-
-def _covers(high: Counter[str], low: Counter[str]) -> bool:
-    return all(high[name] >= low[name] for name in high.keys() | low.keys())
+    `live` is [moments, entries] in bytes, of (component, monomial).
+    """
+    names = sorted({monomial for _, monomial in entries if _weighs(monomial)})
+    belongs = np.array([[monomial == name for name in names] for _, monomial in entries])
+    totals = live @ belongs.reshape(len(entries), len(names)).astype(np.int64)
+    _, first = np.unique(totals, axis=0, return_index=True)
+    first.sort()
+    distinct = totals[first]
+    covers = (distinct[:, None] >= distinct[None]).all(axis=2)
+    return [int(number) for number in first[covers.sum(axis=0) == 1]]
 
 
 @cache
