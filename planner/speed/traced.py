@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+from planner.memory.kinds import layer_kinds
 from planner.model import ModelSpec
-from planner.speed.gpu_time import Part
+from planner.presets import resolve_model
+from planner.speed.gpu_time import Part, micro_batch_parts
 from planner.speed.rates import Rates, layout_number
-from planner.speed.stream_kinds import stream_number
 from planner.traced import step_costs
 from planner.workload import Precision, TrainingWorkload
 
 # What a layer of a family's model launches; traced models do not say.
 _LAUNCHES = {"forward": 45.0, "backward": 90.0}
-# Products go at the rate of this square one, operations on tensors at that of this many bytes.
-_SQUARE, _TENSOR_BYTES = 4096.0, 2.0**26
+# Products go at the rate of this square one, operations on tensors at the mean rate of this model's.
+_SQUARE, _LIKE = 4096.0, "meta-llama/Llama-3.1-8B"
 _LENGTH, _HEAD_DIM = 4096.0, 128.0
 
 
@@ -25,7 +27,6 @@ def traced_parts(
     dtype = "fp32" if workload.precision is Precision.FP32 else "bf16"
     product_s = rates.product_s("mm", dtype, layout_number("nt"), 1.0, (_SQUARE,) * 3)
     flop_s = 2 * _SQUARE**3 / float(product_s)
-    moved_s = float(rates.warm_stream_s(stream_number("binary", dtype), _TENSOR_BYTES))
     attention_s = rates.attention_s("attention_forward_sdpa", 128.0, _LENGTH, _HEAD_DIM, 1e12)
     parts = []
     for name, flops, moved in step_costs(spec, workload, b, s):
@@ -35,7 +36,17 @@ def traced_parts(
         elif kind == "attention":
             time_s = flops * float(attention_s) / 1e12
         else:
-            time_s = moved * moved_s / _TENSOR_BYTES
+            time_s = moved / _stream_bytes_s(rates, workload.precision, phase)
         launches = _LAUNCHES[phase] * spec.num_layers if kind == "elementwise" else 0.0
         parts.append(Part(phase, kind, flops, moved, launches, time_s))
     return parts
+
+
+@lru_cache(maxsize=32)
+def _stream_bytes_s(rates: Rates, precision: Precision, phase: str) -> float:
+    """Bytes per second of the operations bound by memory in a phase of a family's model."""
+    spec = resolve_model(_LIKE)
+    workload = TrainingWorkload(precision=precision, sequence_length=int(_LENGTH))
+    parts = micro_batch_parts(spec, workload, layer_kinds(spec, workload), rates, 1.0, _LENGTH)
+    found = [part for part in parts if (part.phase, part.name) == (phase, "elementwise")]
+    return sum(float(part.bytes) for part in found) / sum(float(part.time_s) for part in found)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.config_input import spec_from_config
 from planner.hardware import resolve_gpu
 from planner.memory.kinds import layer_kinds
 from planner.model import ModelSpec
@@ -351,3 +352,27 @@ def test_sdpa_in_fp32_is_fused_where_heads_share_no_keys() -> None:
     assert list_key(alone, fp32) == "olmo2/triton/fp32"
     found = operation_list(alone, fp32, layer_kinds(alone, fp32))
     assert found.attention and not any(one.kind == "bmm" for one in found.products)
+
+
+def test_a_traced_model_moves_its_bytes_at_the_mean_rate_of_llamas_operations() -> None:
+    bloom = spec_from_config(
+        {
+            "model_type": "bloom",
+            "vocab_size": 250880,
+            "hidden_size": 1024,
+            "n_layer": 24,
+            "n_head": 16,
+            "layer_norm_epsilon": 1e-5,
+        },
+        name="bloom-560m",
+    )
+    workload = TrainingWorkload(attention=Attention.EAGER, sequence_length=1024, micro_batch=2)
+    found = training_step(bloom, workload, Parallelism(zero_stage=0, world_size=1), RATES).parts
+    like = parts(sequence_length=4096)
+    for phase in ("forward", "backward"):
+        rate = total(like, "bytes", "elementwise", phase) / total(
+            like, "time_s", "elementwise", phase
+        )
+        moved = total(list(found), "bytes", "elementwise", phase)
+        assert moved > 0
+        assert total(list(found), "time_s", "elementwise", phase) == pytest.approx(moved / rate)
