@@ -58,16 +58,15 @@ that the tests compare with in float64.
 
 | backend | written in | takes |
 |---|---|---|
-| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups; tiles from a list, or dealt out without one | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, address and strides in multiples of 16 bytes. Forward: head sizes up to 256, other ones for values too, full and causal masks, windows, softcap, sinks. Backward: full and causal masks, heads up to 128 alike |
-| `triton` | portable Triton | everything else: other GPUs, fp32, prefixes, block tables, documents; backwards of windows, larger and unequal heads, softcap, sinks |
+| `hopper` | Gluon: copies by TMA, a producer warp, consumer warp groups; tiles from a list, or dealt out without one | compute capability 9.0, Triton from 3.6 on, bf16 and fp16, address and strides in multiples of 16 bytes. Forward: head sizes up to 256, other ones for values too, full and causal masks, windows, softcap, sinks. Backward: full and causal masks, windows, sinks, heads up to 128 alike |
+| `triton` | portable Triton | everything else: other GPUs, fp32, prefixes, block tables, documents; backwards of larger and unequal heads and of softcap |
 
 `PEAKMARK_ATTENTION_BACKEND` (`auto`, `hopper`, `triton`) overrules the rule; forcing `hopper` on what
 it cannot do is an error that names the reason. Rows of the job `attention` hold which backend ran in
-each direction. Full and causal masks over heads up to 128 go by a tile list: beside its results that
-`hopper` forward holds one for each shape, kept for the next call: 4 (1 + multiprocessors +
-B Hq ceil(S / R)) bytes, R = 192 rows at head sizes up to 64, else 128. The other (windows, larger and
-unequal heads, softcap, sinks) holds nothing. Of its programs, one per multiprocessor, each takes every
-n-th tile where tiles are alike; causal and large heads have one program per tile.
+each direction. The `hopper` forward runs one program per multiprocessor. Causal masks, and full ones over
+heads up to 128, go by a tile list: beside its results it holds one for each shape, kept for the next call:
+4 (1 + multiprocessors + B Hq ceil(S / R)) bytes, R = 192 rows at head sizes up to 64, else 128. For windows
+and the other full masks it holds nothing: each program takes every n-th tile.
 
 Until the `hopper` backward returns it holds, beside dq, dk and dv, dQ in
 fp32 (4 B Sq Hq D bytes) and padded rows of logsumexp and delta (8 bytes for each of B Hq Sq, Sq rounded
@@ -76,8 +75,7 @@ dK and dV repeat bit for bit; dQ is added up in no fixed order. The portable bac
 and it alone runs where torch is told to use deterministic algorithms.
 
 Compiled for sm_90, the chosen tiles of these spill registers (bytes a thread; the tests allow no more): the portable
-dK and dV 160 at head size 64 and 96 at 128, the `hopper` backward 568 at 128 with a causal mask and 168 without,
-the `hopper` forward of windows 64 at head size 64. What else is compiled there spills nothing.
+dK and dV 160 at head size 64 and 96 at 128, the `hopper` backward 172 at 128. What else is compiled there spills nothing.
 
 Tiles, warps and splits of all kernels are chosen by rules (`blocks.py`, `schedule.py`, `decode/splits.py`); nothing is
 tuned while a program runs. Every figure below is an H200's. The tests also compile the portable kernels for compute

@@ -36,7 +36,6 @@ MAX_TILES = 2**31
 MAX_HEAD_DIM = 256
 HOPPER_MASKS = ("full", "causal", "window")
 MAX_BACKWARD_HEAD_DIM = 128
-HOPPER_BACKWARD_MASKS = ("full", "causal")
 
 
 class Backend(StrEnum):
@@ -104,14 +103,12 @@ def obstacle(problem: Problem) -> str | None:
 
 def backward_obstacle(problem: Problem) -> str | None:
     """Return why the Hopper backward cannot compute `problem`, or None."""
-    if problem.mask not in HOPPER_BACKWARD_MASKS:
-        return f"its mask is of kind {problem.mask}, not full or causal"
     if problem.head_dim > MAX_BACKWARD_HEAD_DIM:
         return f"its head size {problem.head_dim} is over {MAX_BACKWARD_HEAD_DIM}"
     if problem.value_head_dim != problem.head_dim:
         return "its values have another head size than its keys"
     if not problem.plain:
-        return "its logits are changed by a softcap or sinks"
+        return "its logits are changed by a softcap"
     if problem.deterministic:
         return "deterministic algorithms are asked for, and dQ is added up in no fixed order"
     return obstacle(problem)

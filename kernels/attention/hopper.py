@@ -101,7 +101,7 @@ def forward(
         tile=tile,
         section_bytes=section_bytes,
         # One query that is aligned to the last key sees every key.
-        causal=causal and seq_q > 1,
+        right=0 if causal and seq_q > 1 else None,
     )
     q_d, out_d = (tile_descriptor(tensor, GROUP_ROWS, tile.columns) for tensor in (q, out))
     k_d, v_d = (tile_descriptor(tensor, BLOCK_KEYS, tile.columns) for tensor in (k, v))
@@ -116,7 +116,7 @@ def forward(
             BN=BLOCK_KEYS,
             D=tile.columns,
             STAGES=tile.stages,
-            CAUSAL=work.causal,
+            CAUSAL=work.right is not None,
             MASK=forward_masking(work),
             REGISTERS=tile.registers,
             num_warps=4,
@@ -136,12 +136,11 @@ def single_forward(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     tile: SingleTile | None = None,
-    programs: int | None = None,
 ) -> None:
-    """Fill out and lse as `attend` without a list of tiles; a bound is None where there is none.
+    """Fill out and lse as `attend` by the other kernel; a bound is None where there is none.
 
-    Holds nothing beside them but `sinks` (Hq,) in one piece. `tile` and `programs` are for trying
-    out forms.
+    Holds `sinks` (Hq,) in one piece and, with a right bound alone, a list of tiles. `tile` is for
+    trying out forms.
     """
     batch, heads, seq_q, head_dim = q.shape
     tile = tile or single_tile(head_dim, v.shape[-1])
@@ -155,12 +154,18 @@ def single_forward(
         kx_d = tile_descriptor(k, tile.keys, tile.extra)
     factor, inner = (softcap, scale / softcap) if softcap else (scale, 0.0)
     numbers = (factor * math.log2(math.e), inner)
-    tiles = work.row_tiles * batch * heads
-    sizes = (seq_q, seq_k, heads, heads // kv_heads, work.upper, work.lower, tiles)
+    tiles, group = work.row_tiles * batch * heads, heads // kv_heads
+    lists = lse
+    if work.is_listed:
+        dealt = ForwardWork(
+            seq_q=seq_q, seq_k=seq_k, heads=batch * heads, group=group, tile=tile, right=work.right
+        )
+        lists = tile_list(dealt, q.device)
+    sizes = (seq_q, seq_k, heads, group, work.upper, work.lower, tiles)
     with torch.cuda.device(q.device):
-        single_forward_kernel[(programs or work.programs(tiles, _workers(q.device)),)](
+        single_forward_kernel[(min(tiles, _workers(q.device)),)](
             *(q_d, k_d, v_d, out_d, qx_d, kx_d, lse),
-            *(lse if sinks is None else sinks.contiguous(), *numbers, *sizes),
+            *(lse if sinks is None else sinks.contiguous(), lists, *numbers, *sizes),
             NC=tile.groups,
             BM=GROUP_ROWS,
             BN=tile.keys,

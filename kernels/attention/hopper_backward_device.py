@@ -7,7 +7,8 @@ goes to shared memory, where both groups read all of it: each computes one half 
 dQ and adds it by TMA into an fp32 accumulator in global memory.
 
 The order of those additions is not fixed, so dQ is not deterministic in its last bits; dK and dV are.
-Causal masks are aligned to the bottom right: query i sees key j when j <= i + Sk - Sq.
+Query i sees the keys from i + lower (LEFT) to i + upper (RIGHT), as far as those bounds are there.
+Query tiles that see none of the program's keys are not visited, those that see all are not masked.
 
 Barriers: K and V have one full barrier each; Q with lse, and dO with delta, a ring of full barriers
 each (one arrival and bytes) and a common ring of free ones (one arrival per group); dS has a full and a
@@ -23,8 +24,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,7 +41,6 @@ from kernels.attention.hopper_common import advance, barriers
 KEYS = gl.constexpr(64)  # of one consumer group
 GROUPS = gl.constexpr(2)
 STAGES = gl.constexpr(2)  # of Q and dO, with what belongs to their rows
-SCALE_BLOCK = 2048
 
 
 @builtin
@@ -68,9 +66,9 @@ def _rows(tile):
 
 
 @gluon.jit
-def _locate(sizes, BM: gl.constexpr, CAUSAL: gl.constexpr):
-    """Of this program: batch, key/value head, first key, first query tile, end of masked tiles."""
-    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
+def _locate(sizes):
+    """Return this program's batch, key/value head and first key."""
+    seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower = sizes
     tiles = gl.cdiv(seq_k, GROUPS * KEYS)
     heads = gl.num_programs(0) // tiles
     head = gl.program_id(0) // tiles
@@ -80,29 +78,45 @@ def _locate(sizes, BM: gl.constexpr, CAUSAL: gl.constexpr):
         program = gl.program_id(0) - (heads - interleaved) * tiles
         head = heads - interleaved + program % interleaved
         tile = program // interleaved
-    first_key = tile * (GROUPS * KEYS)
+    return head // kv_heads, head % kv_heads, tile * (GROUPS * KEYS)
+
+
+@gluon.jit
+def _query_tiles(first_key, sizes, BM: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr):
+    """Return where the query tiles that see the program's keys start, those that see all, and both ends.
+
+    `kernels.attention.schedule.BackwardWork` computes the same.
+    """
+    seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower = sizes
+    end_key = first_key + GROUPS * KEYS
     start = 0
-    masked = 0
-    if CAUSAL:
-        # Query i sees the first key from i = first_key - (Sk - Sq) on, and all keys 127 later.
-        first = gl.maximum(first_key - (seq_k - seq_q), 0)
-        start = first // BM * BM
-        masked = gl.maximum(first_key - (seq_k - seq_q) + GROUPS * KEYS - 1, 0)
-    if first_key + GROUPS * KEYS > seq_k:
-        masked = seq_q
-    masked = gl.cdiv(gl.minimum(masked, seq_q), BM) * BM
-    return head // kv_heads, head % kv_heads, first_key, start, gl.maximum(masked, start)
+    whole = 0
+    end = seq_q
+    if RIGHT:
+        start = gl.maximum(first_key - upper, 0) // BM * BM
+        whole = gl.maximum(end_key - 1 - upper, 0)
+    if LEFT:
+        end = gl.minimum(seq_q, gl.maximum(gl.minimum(end_key, seq_k) - lower, 0))
+    end = gl.maximum(gl.cdiv(end, BM) * BM, start)
+    whole = gl.minimum(gl.maximum(gl.cdiv(whole, BM) * BM, start), end)
+    whole_end = end
+    if LEFT:
+        whole_end = gl.minimum(gl.maximum(first_key - lower + 1, 0) // BM * BM, end)
+    if end_key > seq_k:
+        whole_end = start
+    return start, whole, gl.maximum(whole_end, whole), end
 
 
 @gluon.jit
 def _produce(
     q_d, k_d, v_d, do_d, lse_d, delta_d, sizes, tiles, bars,
-    BM: gl.constexpr, CAUSAL: gl.constexpr,
+    BM: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
-    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
-    batch, kv_head, first_key, start, masked = _locate(sizes, BM, CAUSAL)
+    seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower = sizes
+    batch, kv_head, first_key = _locate(sizes)
+    start, whole, whole_end, end = _query_tiles(first_key, sizes, BM, RIGHT, LEFT)
     mbarrier.expect(k_full.index(0), GROUPS * k_d.block_type.nbytes)
     for c in gl.static_range(GROUPS):
         row = first_key + c * KEYS
@@ -120,7 +134,7 @@ def _produce(
     for g in range(group):
         head = kv_head * group + g
         row_values = (batch * kv_heads * group + head) * padded
-        for m in range(start, seq_q, BM):
+        for m in range(start, end, BM):
             mbarrier.wait(free.index(idx), phase)
             full = q_full.index(idx)
             mbarrier.expect(full, q_d.block_type.nbytes + lse_d.block_type.nbytes)
@@ -134,23 +148,57 @@ def _produce(
 
 
 @gluon.jit
-def _weights(
-    s, lse_s, scale_log2, first_key, m, sizes,
-    FOLDED: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """P^T = exp2(scale_log2 * S^T - lse) of keys first_key.. and queries m.., 0 where hidden."""
-    if MASKED:
-        seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
-        layout: gl.constexpr = s.type.layout
-        keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))[:, None]
-        queries = m + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
-        visible = keys < seq_k
-        if CAUSAL:
-            visible = visible & (keys <= queries + (seq_k - seq_q))
-        s = gl.where(visible, s, float("-inf"))
+def _mask(s, first_key, m, sizes, RIGHT: gl.constexpr, LEFT: gl.constexpr):
+    """Set S^T of keys first_key.. and queries m.. to -inf where a query does not see a key."""
+    seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower = sizes
+    keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+    queries = m + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    first = keys * 0
+    if RIGHT:
+        first = keys - upper
+    if LEFT:
+        # One comparison for both ends: before the first query the unsigned distance is huge.
+        seen = gl.where(keys < seq_k, gl.maximum(keys - lower + 1 - first, 0), 0).to(gl.uint32)
+        visible = (queries[None, :] - first[:, None]).to(gl.uint32) < seen[:, None]
+    else:
+        first = gl.where(keys < seq_k, first, 2**31 - 1)
+        visible = queries[None, :] >= first[:, None]
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _weights(s, lse_s, scale_log2, FOLDED: gl.constexpr):
+    """P^T = exp2(scale_log2 * S^T - lse)."""
     if FOLDED:
         return gl.exp2(s * scale_log2)
     return gl.exp2(s * scale_log2 - lse_s.load(gl.SliceLayout(0, s.type.layout))[None, :])
+
+
+# Two products of a value of 16 bits and one of fp32, rounded to 16 bits.
+BF16_TIMES = gl.constexpr(
+    "{.reg .f32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; "
+    "mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.bf16x2.f32 $0, b, a;}"
+)
+FP16_TIMES = gl.constexpr(
+    "{.reg .b16 l, h; .reg .f32 a, b; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
+    "mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.f16x2.f32 $0, b, a;}"
+)
+
+
+@gluon.jit
+def _times(p, dp):
+    """Return p * dp in p's type of 16 bits; without fp32 copies of p, which would need registers."""
+    asm: gl.constexpr = BF16_TIMES if p.dtype == gl.bfloat16 else FP16_TIMES
+    return gl.inline_asm_elementwise(asm, "=r,r,f,f", [p, dp], dtype=p.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _place(step, N: gl.constexpr):
+    """Return the slot and the phase of a step in a ring of N."""
+    if N == 2:
+        return step & 1, step >> 1 & 1
+    # Of the step before the first only the slot is read.
+    return (step + N) % N, step // N & 1
 
 
 @gluon.jit
@@ -171,6 +219,14 @@ def _start_scores(k, k_s, q, zero, lse_s, FOLDED: gl.constexpr):
         q_t = q.slice(held, rest, 1).permute((1, 0))
         s_t = warpgroup_mma(k_s.slice(held, rest, 1), q_t, s_t, is_async=True)
     return s_t
+
+
+@gluon.jit
+def _start_dp(v, do_s, delta_s, do_full, step, is_there, zero, FOLDED: gl.constexpr):
+    """Wait for the dO of a step, if it `is_there`, and start dP^T = V dO^T."""
+    idx, phase = _place(step, STAGES)
+    mbarrier.wait(do_full.index(idx), phase, pred=is_there)
+    return _start_product(v, _rows(do_s.index(idx)), zero, delta_s.index(idx), FOLDED)
 
 
 @gluon.jit
@@ -198,79 +254,88 @@ def _add_queries(dq_d, dq_s, dq, batch, head, m, C: gl.constexpr):
 
 @gluon.jit
 def _step(
-    s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes, tiles, bars,
+    step, s, dp_t, adk, adv, k, v, batch, head, m, late_head, late_m, is_masked, is_last, first_key,
+    dq_d, scale_log2, sizes, tiles, bars,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Take in one tile of queries, whose scores `s` holds; return those of the next, if any is `left`.
+    """Take in one tile of queries: `s` holds its scores; with FOLDED dP is on its way into `dp_t`.
 
-    Products are issued so that one runs under all that is not a product: dP under the softmax, dV and
-    dK under dS and its way through shared memory, the next scores under the addition to dQ. dQ is that
-    of the tile before, so neither group waits for the other's dS of this tile.
+    Returns those of the next tile, unless this `is_last`. Products are issued so that one runs under all
+    that is not a product: dP under the softmax, dV and dK under dS and its way through shared memory,
+    the next scores (and dP) under the addition to dQ. dQ is that of the tile before (`late_head`,
+    `late_m`), so neither group waits for the other's dS of this tile.
     """
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
-    step, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
-    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
-    idx = step & 1
-    phase = (step >> 1) & 1
-    if DS_STAGES == STAGES:
-        # The slots are those of Q and need no registers.
-        slot, slot_phase, dq_slot, dq_phase = idx, phase, idx ^ 1, ((step - 1) >> 1) & 1
+    idx, phase = _place(step, STAGES)
+    slot, slot_phase = _place(step, DS_STAGES)
     dtype: gl.constexpr = q_s.dtype
     s_l: gl.constexpr = s.type.layout
     a_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=adk.type.layout, k_width=2)
     zero = gl.zeros([KEYS, BM], gl.float32, s_l)
-    do = _rows(do_s.index(idx))
-    mbarrier.wait(do_full.index(idx), phase)
-    dp_t = _start_product(v, do, zero, delta_s.index(idx), FOLDED)
-    p = _weights(
-        s, lse_s.index(idx), scale_log2, first_key + C * KEYS, m, sizes, FOLDED, CAUSAL, MASKED
-    )
-    pb = gl.convert_layout(p.to(dtype), a_l)
-    dp = warpgroup_mma_wait(0, deps=(dp_t,))
-    dv_t = warpgroup_mma(pb, do, adv, is_async=True)
     if not FOLDED:
-        dp = dp - delta_s.index(idx).load(gl.SliceLayout(0, s_l))[None, :]
-    ds = (p * dp).to(dtype)
+        dp_t = _start_dp(v, do_s, delta_s, do_full, step, True, zero, FOLDED)
+    # A branch at run time: loops of their own for masked and other tiles spill more.
+    if MASKED and is_masked:
+        s = _mask(s, first_key + C * KEYS, m, sizes, RIGHT, LEFT)
+    p = _weights(s, lse_s.index(idx), scale_log2, FOLDED)
+    p_16 = p.to(dtype)
+    if FOLDED:
+        # Here, not before the store: ptxas would move the softmax behind dP's wait, and moves nothing
+        # across this loop.
+        mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
+    dp = warpgroup_mma_wait(0, deps=(dp_t,))
+    do = _rows(do_s.index(idx))
+    dv_t = warpgroup_mma(gl.convert_layout(p_16, a_l), do, adv, is_async=True)
+    if FOLDED:
+        ds = _times(p_16, dp)
+    else:
+        delta = delta_s.index(idx).load(gl.SliceLayout(0, s_l))
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
     dk_t = warpgroup_mma(gl.convert_layout(ds, a_l), _rows(q_s.index(idx)), adk, is_async=True)
-    mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
     ds_s.index(slot * GROUPS + C).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot))
     # Before the first tile there is none: a product of stale data, for rows past the end.
-    mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
-    dq_t = _start_queries(ds_s, k_s, dq_slot, C, BM, D)
+    late_slot, late_phase = _place(step - 1, DS_STAGES)
+    mbarrier.wait(ds_full.index(late_slot), late_phase, pred=step > 0)
+    dq_t = _start_queries(ds_s, k_s, late_slot, C, BM, D)
     # dQ takes one product for each group's keys; all before them are done.
     adv, adk = warpgroup_mma_wait(GROUPS, deps=(dv_t, dk_t))
-    next_idx = idx ^ 1
-    mbarrier.wait(q_full.index(next_idx), ((step + 1) >> 1) & 1, pred=left > 0)
-    # After the last tile this is a product of stale data that nobody reads.
+    next_idx, next_phase = _place(step + 1, STAGES)
+    mbarrier.wait(q_full.index(next_idx), next_phase, pred=not is_last)
+    # After the last tile these are products of stale data that nobody reads.
     q = _rows(q_s.index(next_idx))
     s_t = _start_scores(k, _rows(k_s.index(C)), q, zero, lse_s.index(next_idx), FOLDED)
     # The scores take a product for what registers hold of K, and one for the rest.
     dq = warpgroup_mma_wait(D // k.shape[1], deps=(dq_t,))
     tma.store_wait(0)
     mbarrier.arrive(free.index(idx))
-    mbarrier.arrive(ds_free.index(dq_slot), pred=dq_m < seq_q)
-    _add_queries(dq_d, dq_s, dq, batch, dq_head, dq_m, C)
-    s = warpgroup_mma_wait(0, deps=(s_t,))
-    next_slot, next_slot_phase = advance(slot, slot_phase, DS_STAGES)
-    state = (step + 1, next_slot, next_slot_phase, slot, slot_phase, head, m)
-    return s, adk, adv, state
+    mbarrier.arrive(ds_free.index(late_slot), pred=step > 0)
+    _add_queries(dq_d, dq_s, dq, batch, late_head, late_m, C)
+    if FOLDED:
+        dp_t = _start_dp(v, do_s, delta_s, do_full, step + 1, not is_last, zero, FOLDED)
+        s = warpgroup_mma_wait(1, deps=(s_t,))
+    else:
+        dp_t = zero
+        s = warpgroup_mma_wait(0, deps=(s_t,))
+    return s, dp_t, adk, adv
 
 
 @gluon.jit
 def _consume(
     dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars,
     C: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Own 64 keys: walk the queries that see this program's keys, then write dK and dV."""
     q_s, do_s, k_s, v_s, ds_s, dq_s, lse_s, delta_s = tiles
     k_full, v_full, q_full, do_full, free, ds_full, ds_free = bars
-    seq_q, seq_k, kv_heads, group, padded, interleaved = sizes
-    batch, kv_head, first_key, start, masked = _locate(sizes, BM, CAUSAL)
+    seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower = sizes
+    batch, kv_head, first_key = _locate(sizes)
+    start, whole, whole_end, end = _query_tiles(first_key, sizes, BM, RIGHT, LEFT)
     s_l: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
     )
@@ -282,50 +347,45 @@ def _consume(
     adv = gl.zeros([KEYS, D], gl.float32, g_l)
     k = _rows(k_s.index(C))
     v = _rows(v_s.index(C))
-    left = group * gl.cdiv(gl.maximum(seq_q - start, 0), BM)
+    steps = group * ((end - start) // BM)
     mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(v_full.index(0), 0)
     # In registers they leave shared memory to the other operand; at 128 there is room for half of K.
     k = k.slice(0, 64, 1).load(kv_l)
-    if D == 64:
-        v = v.load(kv_l)
-    mbarrier.wait(q_full.index(0), 0, pred=left > 0)
+    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
     q = _rows(q_s.index(0))
     zero = gl.zeros([KEYS, BM], gl.float32, s_l)
     s_t = _start_scores(k, _rows(k_s.index(C)), q, zero, lse_s.index(0), FOLDED)
-    s = warpgroup_mma_wait(0, deps=(s_t,))
-    start_step = left * 0
-    state = (
-        start_step,
-        start_step,
-        start_step,
-        start_step,
-        start_step,
-        start_step,
-        gl.cdiv(seq_q, BM) * BM,
-    )
+    mbarrier.wait(v_full.index(0), 0)
+    if D == 64:
+        v = v.load(kv_l)
+    step = steps * 0
+    if FOLDED:
+        dp_t = _start_dp(v, do_s, delta_s, do_full, step, steps > 0, zero, FOLDED)
+        s = warpgroup_mma_wait(1, deps=(s_t,))
+    else:
+        dp_t = zero
+        s = warpgroup_mma_wait(0, deps=(s_t,))
+    late_head = step
+    late_m = gl.cdiv(seq_q, BM) * BM
     for g in range(group):
         head = kv_head * group + g
-        if MASKED:
-            for m in range(start, masked, BM):
-                left -= 1
-                s, adk, adv, state = _step(
-                    s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes,
-                    tiles, bars, C, BM, D, DS_STAGES, FOLDED, CAUSAL, True,
-                )  # fmt: skip
-        for m in range(masked, seq_q, BM):
-            left -= 1
-            s, adk, adv, state = _step(
-                s, adk, adv, state, k, v, batch, head, m, first_key, left, dq_d, scale_log2, sizes,
-                tiles, bars, C, BM, D, DS_STAGES, FOLDED, CAUSAL, False,
+        for m in range(start, end, BM):
+            s, dp_t, adk, adv = _step(
+                step, s, dp_t, adk, adv, k, v, batch, head, m, late_head, late_m,
+                (m < whole) | (m >= whole_end), step + 1 == steps, first_key,
+                dq_d, scale_log2, sizes, tiles, bars,
+                C, BM, D, DS_STAGES, FOLDED, RIGHT, LEFT, MASKED,
             )  # fmt: skip
+            step += 1
+            late_head = head
+            late_m = m
+    if FOLDED:
+        warpgroup_mma_wait(0, deps=(dp_t,))
     tma.store_wait(0)
-    step, slot, slot_phase, dq_slot, dq_phase, dq_head, dq_m = state
-    if DS_STAGES == STAGES:
-        dq_slot, dq_phase = (step - 1) & 1, ((step - 1) >> 1) & 1
-    mbarrier.wait(ds_full.index(dq_slot), dq_phase, pred=dq_m < seq_q)
-    dq = warpgroup_mma_wait(0, deps=(_start_queries(ds_s, k_s, dq_slot, C, BM, D),))
-    _add_queries(dq_d, dq_s, dq, batch, dq_head, dq_m, C)
+    late_slot, late_phase = _place(step - 1, DS_STAGES)
+    mbarrier.wait(ds_full.index(late_slot), late_phase, pred=step > 0)
+    dq = warpgroup_mma_wait(0, deps=(_start_queries(ds_s, k_s, late_slot, C, BM, D),))
+    _add_queries(dq_d, dq_s, dq, batch, late_head, late_m, C)
     tma.store_wait(0)
     # K and V have been read to the end by both groups: their room takes dK and dV.
     _meet()
@@ -339,18 +399,29 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["seq_q", "seq_k", "kv_heads", "group", "padded", "interleaved"])
+@gluon.jit(
+    do_not_specialize=[
+        "seq_q",
+        "seq_k",
+        "kv_heads",
+        "group",
+        "padded",
+        "interleaved",
+        "upper",
+        "lower",
+    ]
+)
 def backward_kernel(
     q_d, k_d, v_d, do_d, lse_d, delta_d, dq_d, dk_d, dv_d, scale, scale_log2,
-    seq_q, seq_k, kv_heads, group, padded, interleaved,
-    BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr, CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr, DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
+    seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower,
+    BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, MASKED: gl.constexpr, DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of 128 keys and add their share of dQ / scale to the fp32 accumulator.
 
     Descriptors are 4-D (B, H, S, D), those of lse (base 2) and delta 1-D with `padded` values per
-    head. With FOLDED these are -lse / scale and -delta, which the products start from: fewer registers,
-    and more instructions. The grid is B x Hkv x ceil(Sk / 128), the key tile running fastest, of the last `interleaved`
+    head. With FOLDED these are -lse / scale and -delta, which the products start from, and dS comes from
+    P in 16 bits: fewer registers, and more instructions; and dP is started one step ahead. The grid is B x Hkv x ceil(Sk / 128), the key tile running fastest, of the last `interleaved`
     heads the head.
     """
     dtype: gl.constexpr = q_d.dtype
@@ -373,56 +444,14 @@ def backward_kernel(
         barriers(DS_STAGES, GROUPS),
         barriers(DS_STAGES, GROUPS),
     )
-    sizes = (seq_q, seq_k, kv_heads, group, padded, interleaved)
+    sizes = (seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 0, BM, D, DS_STAGES, FOLDED, CAUSAL, MASKED)),
-            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 1, BM, D, DS_STAGES, FOLDED, CAUSAL, MASKED)),
-            (_produce, (q_d, k_d, v_d, do_d, lse_d, delta_d, sizes, tiles, bars, BM, CAUSAL)),
+            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 0, BM, D, DS_STAGES, FOLDED, RIGHT, LEFT, MASKED)),
+            (_consume, (dq_d, dk_d, dv_d, scale, scale_log2, sizes, tiles, bars, 1, BM, D, DS_STAGES, FOLDED, RIGHT, LEFT, MASKED)),
+            (_produce, (q_d, k_d, v_d, do_d, lse_d, delta_d, sizes, tiles, bars, BM, RIGHT, LEFT)),
         ],
         [4, 1],
         [REGISTERS, 24],
     )  # fmt: skip
-
-
-@triton.jit
-def pad_rows_kernel(
-    lse: tl.tensor,
-    delta: tl.tensor,
-    rows: tl.tensor,
-    num_rows: tl.tensor,
-    seq_q: tl.tensor,
-    padded: tl.tensor,
-    lse_factor: tl.tensor,
-    delta_factor: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Copy lse and delta times a factor into rows of `padded` values, whose end weighs nothing.
-
-    There, and where a query sees no key, lse is +inf times its factor's sign; delta is 0 at the end.
-    """
-    blocks = padded // BLOCK
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < seq_q
-    values = tl.load(lse + row * seq_q + columns, mask=inside, other=float("-inf"))
-    # A query that sees no key has lse -inf; +inf makes its weights 0 instead of NaN.
-    values = tl.where(values == float("-inf"), float("inf"), values) * lse_factor
-    tl.store(rows + row * padded + columns, values)
-    values = tl.load(delta + row * seq_q + columns, mask=inside, other=0.0)
-    tl.store(rows + (num_rows + row) * padded + columns, values * delta_factor)
-
-
-@triton.jit
-def scale_kernel(
-    accumulator: tl.tensor,
-    out: tl.tensor,
-    scale: tl.tensor,
-    count: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Write accumulator * scale in the type of `out`; both are flat, with `count` elements."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(accumulator + index, mask=index < count)
-    tl.store(out + index, (values * scale).to(out.dtype.element_ty), mask=index < count)

@@ -201,6 +201,27 @@ def _store_lse(lse_ptr, m, sums, batch_head, row, sizes, BM: gl.constexpr, r_l: 
 
 
 @gluon.jit
+def _await_early(v_full, idx, phase, D: gl.constexpr):
+    """Wait for a block's values before the product of those before is done, with 64 columns.
+
+    ptxas moves the softmax behind the wait for that product, but not across this one. Measured on an
+    H200: 1.4 to 5 % of the time with 64 columns; with 128 it costs 2 to 5 % under a full mask.
+    """
+    if D == 64:
+        mbarrier.wait(v_full.index(idx), phase)
+
+
+@gluon.jit
+def _start_values(
+    pb, v_s, v_full, idx, phase, acc, BN: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Start adding P V of a block."""
+    if D != 64:
+        mbarrier.wait(v_full.index(idx), phase)
+    return warpgroup_mma(pb, v_s.index(idx).reshape([BN, D]), acc, is_async=True)
+
+
+@gluon.jit
 def _consume(
     o_d, lse_ptr, scale_log2, lists, sizes, tiles, bars,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
@@ -238,12 +259,12 @@ def _consume(
         sums = _lane_sum(p, BM, BN)
         pb = gl.convert_layout(p.to(o_d.dtype), p_l)
         acc = gl.zeros([BM, D], gl.float32, o_l)
+        _await_early(v_full, v_idx, v_phase, D)
         for j in range(1, blocks):
             idx, phase = advance(idx, phase, STAGES)
             mbarrier.wait(k_full.index(idx), phase)
             s_t = _scores(q, k_s.index(idx), zero, BM, BN, D)
-            mbarrier.wait(v_full.index(v_idx), v_phase)
-            acc_t = warpgroup_mma(pb, v_s.index(v_idx).reshape([BN, D]), acc, is_async=True)
+            acc_t = _start_values(pb, v_s, v_full, v_idx, v_phase, acc, BN, D)
             s = warpgroup_mma_wait(1, deps=(s_t,))
             mbarrier.arrive(k_free.index(idx))
             if MASK == MASK_EVERY:
@@ -254,14 +275,15 @@ def _consume(
             lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
             sums = sums * lane_alpha[:, None] + _lane_sum(p, BM, BN)
             m = m_new
+            v_next, v_phase = advance(v_idx, v_phase, STAGES)
+            _await_early(v_full, v_next, v_phase, D)
             acc = warpgroup_mma_wait(0, deps=(acc_t,))
             mbarrier.arrive(v_free.index(v_idx))
+            v_idx = v_next
             acc = acc * gl.convert_layout(alpha, ro_l)[:, None]
             pb = gl.convert_layout(p.to(o_d.dtype), p_l)
-            v_idx, v_phase = advance(v_idx, v_phase, STAGES)
         mbarrier.arrive(q_free.index(2 * C + (i & 1)))
-        mbarrier.wait(v_full.index(v_idx), v_phase)
-        acc_t = warpgroup_mma(pb, v_s.index(v_idx).reshape([BN, D]), acc, is_async=True)
+        acc_t = _start_values(pb, v_s, v_full, v_idx, v_phase, acc, BN, D)
         v_last = v_idx
         out_head, out_row = batch_head, row
         idx, phase = advance(idx, phase, STAGES)

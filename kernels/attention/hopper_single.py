@@ -1,10 +1,11 @@
-"""Attention forward for Hopper, in Gluon, without a list of tiles: windows, large and unequal heads.
+"""Attention forward for Hopper, in Gluon: windows, large and unequal heads, softcaps and sinks.
 
-What `kernels.attention.hopper_forward` does not take. A program computes every gl.num_programs(0)-th
-row tile from its own on (often just that), and carries a single number from tile to tile, how many
-blocks came before: where a block lies in the rings follows from it. One warp loads by TMA; two or three warp groups of 64 query rows each keep their
-weights P in registers and compute the softmax of one key block while the tensor cores multiply the
-next. Row i sees the keys from i + lower (LEFT) to i + upper (RIGHT), as far as those bounds are
+What `kernels.attention.hopper_forward` does not take. One program runs per multiprocessor. Where
+late rows see more keys than early ones (RIGHT without LEFT) it walks its part of a list of row tiles
+(`kernels.attention.schedule`), else every gl.num_programs(0)-th tile from its own on. It carries a
+single number from tile to tile, how many blocks came before: where a block lies in the rings follows
+from it. One warp loads by TMA; two or three warp groups of 64 query rows each keep their weights P in
+registers and compute the softmax of one key block while the tensor cores multiply the next. Row i sees the keys from i + lower (LEFT) to i + upper (RIGHT), as far as those bounds are
 there. Key blocks run from the last visible one down; those that a group sees whole are not masked.
 Logits may be capped (CAPPED), and each head may have a sink: one more logit, of value 0 (SINKS).
 
@@ -48,21 +49,30 @@ def _hidden(x):
 
 
 @gluon.jit
-def _own_count(sizes):
-    """Return how many tiles this program computes: every gl.num_programs(0)-th from its own on."""
+def _own_count(lists, sizes, RIGHT: gl.constexpr, LEFT: gl.constexpr):
+    """Return how many tiles this program computes."""
     seq_q, seq_k, heads, group, upper, lower, tiles = sizes
+    if RIGHT and not LEFT:
+        return gl.load(lists + gl.program_id(0) + 1) - gl.load(lists + gl.program_id(0))
     return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def _own_tile(i, sizes, NC: gl.constexpr, BM: gl.constexpr):
-    """Return batch, head and first row of this program's tile i; late rows first: they see most."""
+def _own_tile(
+    i, lists, sizes, NC: gl.constexpr, BM: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr
+):
+    """Return batch, head and first row of this program's tile i."""
     seq_q, seq_k, heads, group, upper, lower, tiles = sizes
     row_tiles = gl.cdiv(seq_q, NC * BM)
-    tile = gl.program_id(0) + i * gl.num_programs(0)
-    head = tile // row_tiles
-    row = (row_tiles - 1 - tile % row_tiles) * (NC * BM)
-    return head // heads, head % heads, row
+    if RIGHT and not LEFT:
+        order = lists + gl.num_programs(0) + 1 + gl.load(lists + gl.program_id(0))
+        tile = gl.load(order + i)
+        head, place = tile // row_tiles, tile % row_tiles
+    else:
+        # Late rows first: the last tiles of all are a window's short ones.
+        tile = gl.program_id(0) + i * gl.num_programs(0)
+        head, place = tile // row_tiles, row_tiles - 1 - tile % row_tiles
+    return head // heads, head % heads, place * (NC * BM)
 
 
 @gluon.jit
@@ -104,7 +114,7 @@ def _whole_blocks(
 
 @gluon.jit
 def _produce(
-    descriptors, sizes, buffers, bars,
+    descriptors, lists, sizes, buffers, bars,
     NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, EXTRA: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
@@ -119,8 +129,8 @@ def _produce(
     q_all: gl.constexpr = q_bytes // D * (D + EXTRA)
     k_all: gl.constexpr = k_bytes // D * (D + EXTRA)
     before = 0
-    for i in range(_own_count(sizes)):
-        batch, head, tile_row = _own_tile(i, sizes, NC, BM)
+    for i in range(_own_count(lists, sizes, RIGHT, LEFT)):
+        batch, head, tile_row = _own_tile(i, lists, sizes, NC, BM, RIGHT, LEFT)
         first, end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
         kv_head = head // group
         for j in range(before, before + end - first):
@@ -190,15 +200,19 @@ def _scores(
 
 
 @gluon.jit
-def _weigh(
-    j, pb, acc, buffers, bars, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Wait for the values of block j and start adding P V."""
-    q_s, k_s, v_s, qx_s, kx_s, o_s = buffers
+def _await_values(j, bars, STAGES: gl.constexpr):
+    """Wait for the values of block j."""
     q_full, q_free, k_full, k_free, v_full, v_free = bars
-    slot = j % STAGES
-    mbarrier.wait(v_full.index(slot), j // STAGES & 1)
-    return warpgroup_mma(pb, v_s.index(slot).reshape([BN, D]), acc, is_async=True)
+    mbarrier.wait(v_full.index(j % STAGES), j // STAGES & 1)
+
+
+@gluon.jit
+def _weigh(j, pb, acc, buffers, bars, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Start adding P V of block j, whose values are there but with 128 columns."""
+    q_s, k_s, v_s, qx_s, kx_s, o_s = buffers
+    if D == 128:
+        _await_values(j, bars, STAGES)
+    return warpgroup_mma(pb, v_s.index(j % STAGES).reshape([BN, D]), acc, is_async=True)
 
 
 @gluon.jit
@@ -239,11 +253,9 @@ def _mask(
 
 
 @gluon.jit
-def _anchor(m, MASKED: gl.constexpr):
+def _anchor(m):
     """Return what to subtract from a row's scores: its peak, or 0 where it has seen no key yet."""
-    if MASKED:
-        m = gl.where(m == float("-inf"), 0.0, m)
-    return m
+    return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
@@ -256,8 +268,7 @@ def _lane_sum(p, BM: gl.constexpr, BN: gl.constexpr):
 def _attend_block(
     j, key, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
     C: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
-    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
-    MASKED: gl.constexpr,
+    STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr, is_masked,
 ):  # fmt: skip
     """Multiply block j's keys and block j - 1's values; return the state after block j's softmax."""
     q_full, q_free, k_full, k_free, v_full, v_free = bars
@@ -267,13 +278,17 @@ def _attend_block(
     s = warpgroup_mma_wait(1, deps=(s_t,))
     mbarrier.arrive(k_free.index(j % STAGES))
     s = _cap(s, factors, CAPPED)
-    if MASKED:
+    # A branch at run time: a loop of its own for each run of blocks spills at head size 64.
+    if is_masked:
         s = _mask(s, row, key, sizes, BM, BN, RIGHT, LEFT)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    alpha = gl.exp2(m - _anchor(m_new, MASKED))
-    p = gl.exp2(s * scale_log2 - _anchor(m_new, MASKED)[:, None])
+    alpha = gl.exp2(m - _anchor(m_new))
+    p = gl.exp2(s * scale_log2 - _anchor(m_new)[:, None])
     lane_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
     sums = sums * lane_alpha[:, None] + _lane_sum(p, BM, BN)
+    if D != 128:
+        # ptxas moves the softmax behind the wait below, but not across this one (hopper_forward.py).
+        _await_values(j, bars, STAGES)
     acc = warpgroup_mma_wait(0, deps=(acc_t,))
     mbarrier.arrive(v_free.index((j - 1) % STAGES))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -287,8 +302,8 @@ def _with_sink(sink_ptr, m, total, head, SINKS: gl.constexpr):
     if SINKS:
         sink = gl.load(sink_ptr + head).to(gl.float32) * LOG2_E
         peak = gl.maximum(m, sink)
-        shrunk = gl.exp2(m - _anchor(peak, True))
-        total = total * shrunk + gl.exp2(sink - _anchor(peak, True))
+        shrunk = gl.exp2(m - _anchor(peak))
+        total = total * shrunk + gl.exp2(sink - _anchor(peak))
         kept = gl.where(total > 0, shrunk / total, 0.0)
         m = peak
     return m, total, kept
@@ -296,13 +311,14 @@ def _with_sink(sink_ptr, m, total, head, SINKS: gl.constexpr):
 
 @gluon.jit
 def _store(
-    o_d, lse_ptr, sink_ptr, m, sums, acc, i, sizes, o_s,
-    C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr,
+    o_d, lse_ptr, sink_ptr, m, sums, acc, i, lists, sizes, o_s,
+    C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, RIGHT: gl.constexpr,
+    LEFT: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Divide the output by the row sums and store it, with the logsumexp (-inf without a key)."""
     seq_q, seq_k, heads, group, upper, lower, tiles = sizes
     # Found again, not kept in registers.
-    batch, head, tile_row = _own_tile(_hidden(i), sizes, NC, BM)
+    batch, head, tile_row = _own_tile(_hidden(i), lists, sizes, NC, BM, RIGHT, LEFT)
     row = tile_row + C * BM
     total = gl.convert_layout(gl.sum(sums, 1), m.type.layout)
     m, total, kept = _with_sink(sink_ptr, m, total, head, SINKS)
@@ -318,7 +334,7 @@ def _store(
 
 @gluon.jit
 def _consume(
-    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+    descriptors, lse_ptr, sink_ptr, factors, lists, sizes, buffers, bars,
     C: gl.constexpr, NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     EXTRA: gl.constexpr, STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
     CAPPED: gl.constexpr, SINKS: gl.constexpr,
@@ -338,8 +354,8 @@ def _consume(
     scale_log2, inner = factors
     zero = gl.zeros([BM, BN], gl.float32, s_l)
     before = 0
-    for i in range(_own_count(sizes)):
-        batch, head, tile_row = _own_tile(i, sizes, NC, BM)
+    for i in range(_own_count(lists, sizes, RIGHT, LEFT)):
+        batch, head, tile_row = _own_tile(i, lists, sizes, NC, BM, RIGHT, LEFT)
         row = tile_row + C * BM
         tile_first, tile_end = _seen_blocks(tile_row, tile_row + NC * BM, sizes, BN, RIGHT, LEFT)
         first, end = _seen_blocks(row, row + BM, sizes, BN, RIGHT, LEFT)
@@ -361,24 +377,17 @@ def _consume(
         s = _cap(s, factors, CAPPED)
         s = _mask(s, row, (last - start) * BN, sizes, BM, BN, RIGHT, LEFT)
         m = gl.max(s, 1) * scale_log2
-        p = gl.exp2(s * scale_log2 - _anchor(m, True)[:, None])
+        p = gl.exp2(s * scale_log2 - _anchor(m)[:, None])
         sums = _lane_sum(p, BM, BN)
         pb = gl.convert_layout(p.to(o_d.dtype), p_l)
         acc = gl.zeros([BM, D], gl.float32, o_l)
-        for j in range(start + 1, whole_start):
+        if D != 128:
+            _await_values(start, bars, STAGES)
+        for j in range(start + 1, stop):
             m, sums, acc, pb = _attend_block(
                 j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
-                C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
-            )  # fmt: skip
-        for j in range(whole_start, whole_stop):
-            m, sums, acc, pb = _attend_block(
-                j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
-                C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, False,
-            )  # fmt: skip
-        for j in range(whole_stop, stop):
-            m, sums, acc, pb = _attend_block(
-                j, (last - j) * BN, row, m, sums, acc, pb, factors, zero, sizes, buffers, bars,
-                C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, True,
+                C, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED,
+                (j < whole_start) | (j >= whole_stop),
             )  # fmt: skip
         if OWN_OUT:
             mbarrier.arrive(q_free.index(C))
@@ -389,8 +398,8 @@ def _consume(
         for j in range(stop, before):
             _pass_block(j, bars, STAGES)
         _store(
-            o_d, lse_ptr, sink_ptr, m, sums, acc, i, sizes,
-            o_s.index(C) if OWN_OUT else q_s.index(C), C, NC, BM, D, SINKS,
+            o_d, lse_ptr, sink_ptr, m, sums, acc, i, lists, sizes,
+            o_s.index(C) if OWN_OUT else q_s.index(C), C, NC, BM, D, RIGHT, LEFT, SINKS,
         )  # fmt: skip
         if not OWN_OUT:
             # The output has taken the queries' place.
@@ -401,16 +410,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["seq_q", "seq_k", "heads", "group", "upper", "lower", "tiles"])
 def single_forward_kernel(
-    q_d, k_d, v_d, o_d, qx_d, kx_d, lse_ptr, sink_ptr, scale_log2, inner,
+    q_d, k_d, v_d, o_d, qx_d, kx_d, lse_ptr, sink_ptr, lists, scale_log2, inner,
     seq_q, seq_k, heads, group, upper, lower, tiles,
     NC: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, EXTRA: gl.constexpr,
     STAGES: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
     SINKS: gl.constexpr, OWN_OUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of out and lse: NC groups of BM query rows, BN keys per block.
+    """Compute out and lse: NC groups of BM query rows, BN keys per block.
 
-    qx_d and kx_d describe q and k in tiles of EXTRA columns, sink_ptr holds a logit for each head;
-    without EXTRA and SINKS they are not read. With CAPPED, `inner` is scale / softcap and
+    qx_d and kx_d describe q and k in tiles of EXTRA columns, sink_ptr holds a logit for each head,
+    `lists` the tiles of each program; without EXTRA, SINKS, and RIGHT alone they are not read. With CAPPED, `inner` is scale / softcap and
     `scale_log2` softcap * log2(e), else the latter is scale * log2(e).
     """
     sizes = (seq_q, seq_k, heads, group, upper, lower, tiles)
@@ -444,15 +453,15 @@ def single_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    descriptors, lse_ptr, sink_ptr, factors, lists, sizes, buffers, bars,
                     0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    descriptors, lse_ptr, sink_ptr, factors, lists, sizes, buffers, bars,
                     1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_produce, (
-                    descriptors, sizes, buffers, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
+                    descriptors, lists, sizes, buffers, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
                 )),
             ],
             [4, 1],
@@ -462,19 +471,19 @@ def single_forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    descriptors, lse_ptr, sink_ptr, factors, lists, sizes, buffers, bars,
                     0, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    descriptors, lse_ptr, sink_ptr, factors, lists, sizes, buffers, bars,
                     1, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_consume, (
-                    descriptors, lse_ptr, sink_ptr, factors, sizes, buffers, bars,
+                    descriptors, lse_ptr, sink_ptr, factors, lists, sizes, buffers, bars,
                     2, NC, BM, BN, D, EXTRA, STAGES, RIGHT, LEFT, CAPPED, SINKS, OWN_OUT,
                 )),
                 (_produce, (
-                    descriptors, sizes, buffers, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
+                    descriptors, lists, sizes, buffers, bars, NC, BM, BN, EXTRA, D, STAGES, RIGHT, LEFT,
                 )),
             ],
             [4, 4, 1],

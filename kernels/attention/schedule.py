@@ -1,9 +1,9 @@
 """Who computes which tile in the Hopper forward, and which keys it visits. Pure, no GPU.
 
-A row tile is `groups` x GROUP_ROWS query rows of one head. The persistent kernel walks lists of
-tiles made here: under a causal mask late tiles see more keys than early ones, so tiles are dealt out
-longest first, each to the worker that is free first, and heads are taken in sections whose keys and
-values fit the L2 cache together. The other kernel needs no list.
+A row tile is `groups` x GROUP_ROWS query rows of one head. Kernels walk lists of tiles made here:
+under a causal mask late tiles see more keys than early ones, so tiles are dealt out longest first,
+each to the worker that is free first, and heads are taken in sections whose keys and values fit the
+L2 cache together. Windows, and large heads without a mask, need no list.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache
 
 GROUP_ROWS = 64
 BLOCK_KEYS = 128
+BACKWARD_KEYS = 128
 # Half of an H100's or H200's L2 cache, which holds 50 MB: outputs and queries pass through it too.
 SECTION_BYTES = 24 << 20
 
@@ -36,6 +37,16 @@ class ForwardTile:
         """Query rows of one tile."""
         return self.groups * GROUP_ROWS
 
+    @property
+    def keys(self) -> int:
+        """Keys of one block."""
+        return BLOCK_KEYS
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of queries and keys."""
+        return self.columns
+
 
 # Compiled without spills and with asynchronous products by Triton 3.6 and 3.7
 # (tests/kernels/attention/test_hopper_compiled.py).
@@ -53,15 +64,16 @@ class ForwardWork:
     """One attention call as the schedule sees it; `heads` counts those of the whole batch.
 
     `group` is the number of query heads that share a key/value head; `section_bytes` bounds the
-    keys and values of the heads that are dealt out together.
+    keys and values of the heads that are dealt out together. A query sees `right` keys after its
+    own, 0 under a causal mask, None for all.
     """
 
     seq_q: int
     seq_k: int
     heads: int
     group: int
-    tile: ForwardTile
-    causal: bool
+    tile: ForwardTile | SingleTile
+    right: int | None
     section_bytes: int = SECTION_BYTES
 
     def dealt(self) -> ForwardWork:
@@ -70,7 +82,7 @@ class ForwardWork:
         Where every tile visits as many blocks, their number does not matter: a growing cache needs
         no new list.
         """
-        return self if self.causal else replace(self, seq_k=1)
+        return replace(self, seq_k=1) if self.right is None else self
 
     @property
     def row_tiles(self) -> int:
@@ -80,18 +92,18 @@ class ForwardWork:
     def visible_blocks(self, row_tile: int) -> int:
         """Return the key blocks that a tile visits: what its last row sees, and at least one."""
         end = self.seq_k
-        if self.causal:
+        if self.right is not None:
             last_row = (row_tile + 1) * self.tile.rows
-            end = min(end, last_row + self.seq_k - self.seq_q)
-        return max(1, -(-end // BLOCK_KEYS))
+            end = min(end, last_row + self.seq_k - self.seq_q + self.right)
+        return max(1, -(-end // self.tile.keys))
 
     @property
     def section_heads(self) -> int:
         """Heads that are dealt out together: all tiles of equal length head by head, else by L2."""
-        if not self.causal:
+        if self.right is None:
             return 1
         # Keys and values of one head, two bytes an element.
-        head_bytes = 2 * 2 * self.seq_k * self.tile.columns
+        head_bytes = 2 * self.seq_k * (self.tile.key_columns + self.tile.columns)
         return max(1, self.section_bytes // head_bytes) * self.group
 
 
@@ -141,7 +153,7 @@ def forward_masking(work: ForwardWork) -> int:
     A causal group of 64 rows meets its diagonal in one block if the diagonal starts at a multiple
     of 64; and if there are fewer keys than queries, some rows see no key at all.
     """
-    if not work.causal:
+    if work.right is None:
         return Masking.FIRST_BLOCK if work.seq_k % BLOCK_KEYS else Masking.NONE
     offset = work.seq_k - work.seq_q
     aligned = offset >= 0 and offset % GROUP_ROWS == 0
@@ -150,7 +162,7 @@ def forward_masking(work: ForwardWork) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SingleTile:
-    """Form of the kernel without a list of tiles: windows, large and unequal heads.
+    """Form of the kernel for windows, large and unequal heads.
 
     `columns` of values and outputs, and `extra` more of queries and keys; warp groups of 64 query
     rows, registers of their threads, keys of a block, and blocks of keys and of values in the rings.
@@ -167,6 +179,11 @@ class SingleTile:
     def rows(self) -> int:
         """Query rows of one tile."""
         return self.groups * GROUP_ROWS
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of queries and keys."""
+        return self.columns + self.extra
 
     @property
     def has_own_out(self) -> bool:
@@ -192,6 +209,18 @@ def single_tile(head_dim: int, value_head_dim: int) -> SingleTile:
     )
 
 
+def bounded(
+    seq_q: int, seq_k: int, left: int | None, right: int | None
+) -> tuple[int | None, int | None]:
+    """Return `left` and `right`, None for one that hides no key from any query.
+
+    Query i stands at key i + seq_k - seq_q and sees `left` keys before that and `right` after it.
+    """
+    hides_left = left is not None and left < seq_k - 1
+    hides_right = right is not None and right < seq_q - 1
+    return left if hides_left else None, right if hides_right else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleWork:
     """The blocks that a tile visits: query i stands at key i + seq_k - seq_q.
@@ -207,13 +236,8 @@ class SingleWork:
 
     def bounded(self) -> SingleWork:
         """Return this work without a bound that hides no key from any query."""
-        hides_left = self.left is not None and self.left < self.seq_k - 1
-        hides_right = self.right is not None and self.right < self.seq_q - 1
-        return replace(
-            self,
-            left=self.left if hides_left else None,
-            right=self.right if hides_right else None,
-        )
+        left, right = bounded(self.seq_q, self.seq_k, self.left, self.right)
+        return replace(self, left=left, right=right)
 
     @property
     def upper(self) -> int:
@@ -230,14 +254,13 @@ class SingleWork:
         """Row tiles of one head."""
         return -(-self.seq_q // self.tile.rows)
 
-    def programs(self, tiles: int, workers: int) -> int:
-        """Return how many programs share `tiles`: one for each worker, or one for each tile.
+    @property
+    def is_listed(self) -> bool:
+        """Whether workers walk a list of tiles, which pays where these are not alike: see ForwardWork.
 
-        A worker takes every `workers`-th tile and loads the next while it ends one, which pays where
-        tiles are alike: not without a left bound under a right one, as causal tiles are.
+        Without one a worker takes every n-th tile, of as many as there are workers.
         """
-        alike = self.right is None or self.left is not None
-        return min(workers, tiles) if alike and self.tile.has_own_out else tiles
+        return self.right is not None and self.left is None
 
     def seen_blocks(self, first_row: int, end_row: int) -> range:
         """Return the key blocks that a run of rows visits: at least one, masked if none is seen."""
@@ -265,3 +288,44 @@ class SingleWork:
 def is_persistent(head_dim: int, value_head_dim: int, left: int | None, right: int | None) -> bool:
     """Say whether the persistent kernel takes a call: full or causal, like heads up to 128."""
     return head_dim == value_head_dim <= MAX_HEAD_DIM and left is None and right in (None, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardWork:
+    """The query tiles that a backward's program walks, which owns BACKWARD_KEYS keys.
+
+    `left` and `right` as in SingleWork, after `bounded`.
+    """
+
+    seq_q: int
+    seq_k: int
+    left: int | None
+    right: int | None
+    queries: int
+
+    @property
+    def upper(self) -> int:
+        """What to add to a query for the last key it sees; read with a right bound only."""
+        return self.seq_k - self.seq_q + (self.right or 0)
+
+    @property
+    def lower(self) -> int:
+        """What to add to a query for the first key it sees; read with a left bound only."""
+        return self.seq_k - self.seq_q - (self.left or 0)
+
+    def seen_tiles(self, first_key: int) -> range:
+        """Return the first queries of the tiles that see one of the program's keys."""
+        rows, end_key = self.queries, min(first_key + BACKWARD_KEYS, self.seq_k)
+        start = 0 if self.right is None else max(first_key - self.upper, 0) // rows * rows
+        end = self.seq_q if self.left is None else min(self.seq_q, max(end_key - self.lower, 0))
+        return range(start, max(-(-end // rows) * rows, start), rows)
+
+    def whole_tiles(self, first_key: int) -> range:
+        """Return those of them that are not masked: each query sees every key of the program."""
+        rows, seen, end_key = self.queries, self.seen_tiles(first_key), first_key + BACKWARD_KEYS
+        if end_key > self.seq_k:
+            return range(seen.stop, seen.stop, rows)
+        first = 0 if self.right is None else max(end_key - 1 - self.upper, 0)
+        end = seen.stop if self.left is None else max(first_key - self.lower + 1, 0) // rows * rows
+        start = min(max(-(-first // rows) * rows, seen.start), seen.stop)
+        return range(start, max(min(end, seen.stop), start), rows)

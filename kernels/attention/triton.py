@@ -342,7 +342,8 @@ def attention_backward(
     if takes_hopper_backward(read_and_written, mask.kind, plain=softcap == 0):
         from kernels.attention import hopper_backward
 
-        hopper_backward.backward((q, k, v), dout, lse, delta, (dq, dk, dv), causal, scale)
+        results, bounds = (dq, dk, dv), (mask.left, mask.right)
+        hopper_backward.backward((q, k, v), dout, lse, delta, results, *bounds, scale)
         return dq, dk, dv
     inputs, strides = (q, k, v, dout, lse, delta), tuple(map(_strides, (q, k, v, dout)))
     sizes = (heads // kv_heads, seq_q, seq_k, *mask.bounds(), scale, softcap)

@@ -36,20 +36,14 @@ def our_backend(problem: AttentionProblem, variant: Variant, gpu: Gpu, direction
     """Return which of our kernels runs in one direction: hopper or triton.
 
     The rule of kernels/attention/dispatch.py, for contiguous tensors: hopper takes 16-bit calls on
-    compute capability 9.0, forward full, causal and windowed ones, backward full and causal ones.
+    compute capability 9.0, full, causal and windowed ones.
     """
     is_hopper = gpu.compute_capability in ("9.0", None)
-    plain = variant is Variant.TRITON or is_idle_window(problem, variant)
-    takes_mask = plain or (direction == FORWARD and variant is Variant.WINDOW)
+    takes_mask = variant in (Variant.TRITON, Variant.WINDOW)
     largest = _HOPPER_FORWARD_HEAD_DIM if direction == FORWARD else _HOPPER_BACKWARD_HEAD_DIM
     takes_head = problem.head_dim <= largest and problem.head_dim % 8 == 0
     takes = is_hopper and takes_mask and takes_head and problem.dtype != "fp32"
     return "hopper" if takes else "triton"
-
-
-def is_idle_window(problem: AttentionProblem, variant: Variant) -> bool:
-    """Whether a window hides nothing: our kernel is then called with a full or causal mask."""
-    return variant is Variant.WINDOW and problem.window >= problem.sequence_length
 
 
 def _major(gpu: Gpu) -> int | None:

@@ -24,12 +24,10 @@ def attention_workspaces(
     if workload.attention is not Attention.TRITON:
         taken = attention_workspace_bytes(spec, workload, hardware)
         return ((taken,) if taken else (),) * spec.num_layers
+    if not _runs_on_hopper(spec, workload, hardware, BACKWARD):
+        return ((),) * spec.num_layers
     ours = hopper_backward_bytes(workload.micro_batch, spec, workload.sequence_length)
-    runs = _runs_on_hopper(spec, workload, hardware, BACKWARD)
-    return tuple(
-        ours if runs and not _has_window(spec, workload, layer) else ()
-        for layer in range(spec.num_layers)
-    )
+    return (ours,) * spec.num_layers
 
 
 def hopper_backward_bytes(batch: int, spec: ModelSpec, length: int) -> tuple[int, int]:
@@ -42,7 +40,8 @@ def hopper_backward_bytes(batch: int, spec: ModelSpec, length: int) -> tuple[int
 def tile_list_bytes(spec: ModelSpec, workload: TrainingWorkload, hardware: Gpu | None) -> int:
     """Bytes of the tiles' list that our forward makes at its first call and keeps, or 0.
 
-    Where a list begins for each multiprocessor and where the last one ends, then all tiles.
+    Where a list begins for each multiprocessor and where the last one ends, then all tiles. Layers
+    with a window need none.
     """
     layers = range(spec.num_layers)
     windowed = all(_has_window(spec, workload, layer) for layer in layers)
@@ -56,7 +55,7 @@ def tile_list_bytes(spec: ModelSpec, workload: TrainingWorkload, hardware: Gpu |
 def _runs_on_hopper(
     spec: ModelSpec, workload: TrainingWorkload, hardware: Gpu | None, direction: str
 ) -> bool:
-    """Whether our kernels for Hopper compute layers without a window (kernels/attention/dispatch.py).
+    """Whether our kernels for Hopper compute a model's attention (kernels/attention/dispatch.py).
 
     Without a GPU's compute capability it is taken for Hopper's, as cuBLAS' workspaces are.
     """

@@ -118,14 +118,11 @@ def _summed(counts: Any, values: Any) -> Any:
     return (counts @ flat).reshape((len(counts), *values.shape[1:]))
 
 
-def _runs_on_hopper(
-    spec: ModelSpec, workload: TrainingWorkload, row: str, window: int | None
-) -> bool:
+def _runs_on_hopper(spec: ModelSpec, workload: TrainingWorkload, row: str) -> bool:
     """Whether our attention's kernels for Hopper take a layer, if they run on the GPU at all."""
     return (
         workload.attention is Attention.TRITON
         and workload.precision is not Precision.FP32
-        and window is None
         and row.removeprefix("attention_") not in spec.portable_attention
         and takes_head_sizes(spec)
     )
@@ -144,7 +141,7 @@ def _attention_parts(
         if row == "attention_backward":
             flops = flops * _BACKWARD_FLOPS
         kind = f"{row}_{workload.attention}" + ("_masked" if masked else "")
-        if _runs_on_hopper(spec, workload, row, window):
+        if _runs_on_hopper(spec, workload, row):
             kind = rates.hopper_kind(row) or kind
         head_dim = (spec.head_dim + spec.attended_size / spec.num_heads) / 2
         in_fp32 = workload.precision is Precision.FP32

@@ -1,7 +1,7 @@
 """Compile the fused Hopper backward for sm_90a without a GPU; print what ptxas says as JSON lines.
 
 Run in its own process, because `TRITON_INTERPRET` must not be set. Each argument is one request,
-head_dim:dtype:causal:masked, dtype being bf16 or fp16.
+head_dim:dtype:right:left:masked, dtype being bf16 or fp16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def describe(shape: list[int], dtype: str) -> str:
 
 def compile_one(request: str) -> dict[str, Any]:
     """Compile one request and return spilled bytes, shared memory and what the PTX holds."""
-    head_dim, dtype, causal, masked = request.split(":")
+    head_dim, dtype, right, left, masked = request.split(":")
     columns, half = int(head_dim), KEYS // 2
     tile = TILES[columns]
     constants = {
@@ -38,7 +38,8 @@ def compile_one(request: str) -> dict[str, Any]:
         "D": columns,
         "DS_STAGES": tile.ds_stages,
         "FOLDED": tile.folded,
-        "CAUSAL": causal == "1",
+        "RIGHT": right == "1",
+        "LEFT": left == "1",
         "MASKED": masked == "1",
         "DS_LAYOUT": gl.NVMMASharedLayout.get_default_for([half, tile.queries], GLUON[dtype]),
         "REGISTERS": tile.registers,

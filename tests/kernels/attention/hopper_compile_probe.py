@@ -55,6 +55,7 @@ def single_source_of(request: str) -> GluonASTSource:
     }
     names = single_forward_kernel.arg_names
     signature = dict.fromkeys(names, "i32") | dict.fromkeys(("lse_ptr", "sink_ptr"), "*fp32")
+    signature["lists"] = "*i32"
     signature |= dict.fromkeys(("scale_log2", "inner"), "fp32")
     for name in ("q_d", "o_d"):
         signature[name] = descriptor(GROUP_ROWS, tile.columns, dtype)
@@ -64,7 +65,7 @@ def single_source_of(request: str) -> GluonASTSource:
     signature |= {"qx_d": descriptor(GROUP_ROWS, extra, dtype)}
     signature |= {"kx_d": descriptor(tile.keys, extra, dtype)}
     signature |= dict.fromkeys(constants, "constexpr")
-    positions = [names.index(name) for name in ("lse_ptr", "sink_ptr")]
+    positions = [names.index(name) for name in ("lse_ptr", "sink_ptr", "lists")]
     attributes = {(position,): [["tt.divisibility", 16]] for position in positions}
     return GluonASTSource(single_forward_kernel, signature, constants, attributes)
 

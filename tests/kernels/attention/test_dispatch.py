@@ -121,18 +121,19 @@ def test_the_choice_is_remembered_per_direction(monkeypatch: pytest.MonkeyPatch)
     forward, backward = map(dispatch.last_choice, (Direction.FORWARD, Direction.BACKWARD))
     assert forward == dispatch.Choice(Backend.HOPPER, None)
     assert backward is not None
-    assert backward.reason == "its mask is of kind blocks, not full or causal"
+    assert backward.reason == "its mask is of kind blocks, not full, causal or window"
 
 
 def test_the_hopper_backward_takes_what_it_can() -> None:
-    auto = dispatch.choose(HOPPER, direction=Direction.BACKWARD)
-    assert auto == dispatch.Choice(Backend.HOPPER, None)
+    for mask in ("full", "causal", "window"):
+        auto = dispatch.choose(replace(HOPPER, mask=mask), direction=Direction.BACKWARD)
+        assert auto == dispatch.Choice(Backend.HOPPER, None)
     refused = [
-        ({"mask": "window"}, "kind window"),
+        ({"mask": "prefix"}, "kind prefix"),
         ({"deterministic": True}, "order"),
         ({"head_dim": 192}, "head size 192"),
         ({"value_head_dim": 64}, "another head size"),
-        ({"plain": False}, "softcap or sinks"),
+        ({"plain": False}, "softcap"),
     ]
     for change, said in refused:
         other = dispatch.choose(replace(HOPPER, **change), direction=Direction.BACKWARD)
@@ -147,7 +148,7 @@ def test_every_backend_that_ran_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dispatch, "_backends", ran)
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     assert dispatch.chosen_backends() == {"forward": [], "backward": []}
-    dispatch.pick(Direction.BACKWARD, replace(HOPPER, mask="window"))
+    dispatch.pick(Direction.BACKWARD, replace(HOPPER, mask="prefix"))
     dispatch.pick(Direction.BACKWARD, HOPPER)
     assert dispatch.chosen_backends() == {"forward": [], "backward": ["hopper", "triton"]}
 

@@ -26,11 +26,10 @@ REQUESTS = {
 }
 
 
-# Of the kernel without a list: windows where registers are fewest, and unequal heads.
-SINGLE_REQUESTS = ["single:64:64:bf16:1:1", "single:192:128:bf16:1:0"]
-
-# Numbers that each of three groups stores and loads once a tile, outside its loops.
-SPILLED_BYTES = {"single:64:64:bf16:1:1": 64}
+# Of the other kernel: windows where registers are fewest, and unequal heads.
+SINGLE_REQUESTS = ["single:64:64:bf16:1:1", "single:192:128:bf16:1:0", "single:256:256:bf16:0:0"]
+# Of the softmax of 64 rows and 128 keys, 128 threads; each group has it once, in its loop over blocks.
+EXPONENTIALS = 64 * 128 // 128
 
 
 def compile_all(requests: list[str]) -> list[dict[str, Any]]:
@@ -48,7 +47,7 @@ def compile_all(requests: list[str]) -> list[dict[str, Any]]:
     reports = [json.loads(line) for line in finished.stdout.splitlines()]
     assert len(reports) == len(requests)
     for report in reports:
-        assert report["spilled_bytes"] <= SPILLED_BYTES.get(report["request"], 0), report
+        assert report["spilled_bytes"] == 0, report
         assert not report["serialised"], report
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
         assert report["setmaxnreg"] > 0, report
@@ -60,13 +59,26 @@ def test_no_form_spills_and_products_stay_asynchronous(head_dim: int) -> None:
     for report in compile_all(REQUESTS[head_dim]):
         # Per group: 8 products of 16 keys, and D / 16 products of scores, in prologue and loop.
         assert report["wgmma"] >= 2 * (8 + head_dim // 16), report
+        if head_dim == 64:
+            assert_softmax_runs_under_products(report, groups=3)
         # Without a causal mask every tile walks as many blocks.
         assert report["follows_tile"] or ":bf16:0:" in report["request"], report
 
 
-def test_no_form_without_a_list_spills_more_than_is_known() -> None:
-    window, unequal = compile_all(SINGLE_REQUESTS)
-    # Per group: scores before and in each loop, values after and in each: 3 loops with a window, 2
-    # without. By block: 4 and 8 products of 16 columns or keys (three groups), 12 and 8 (two).
-    assert window["wgmma"] == 3 * 4 * (4 + 8), window
-    assert unequal["wgmma"] == 2 * 3 * (12 + 8), unequal
+def assert_softmax_runs_under_products(report: dict[str, Any], groups: int) -> None:
+    """ptxas moves exponentials behind the wait for a product of values unless something holds them.
+
+    With 128 columns nothing does: two groups were measured to be faster so.
+    """
+    counts = [count for count in report["exponentials_under_a_product"] if count]
+    assert len(counts) == groups and min(counts) >= EXPONENTIALS, report
+
+
+def test_no_form_of_the_other_kernel_spills() -> None:
+    window, unequal, large = compile_all(SINGLE_REQUESTS)
+    # Per group: scores before the loop and in it, values in it and behind it. By block: 4 and 8 products
+    # of 16 columns or keys (three groups), 12 and 8 (two), 16 and 4 of 64 keys.
+    assert window["wgmma"] == 3 * 2 * (4 + 8), window
+    assert unequal["wgmma"] == 2 * 2 * (12 + 8), unequal
+    assert large["wgmma"] == 2 * 2 * (16 + 4), large
+    assert_softmax_runs_under_products(window, groups=3)

@@ -20,7 +20,7 @@ def make_work(seq_q: int, seq_k: int, *, causal: bool, head_dim: int = 128) -> F
         heads=16,
         group=2,
         tile=schedule.forward_tile(head_dim),
-        causal=causal,
+        right=0 if causal else None,
     )
 
 
@@ -29,7 +29,7 @@ def test_tiles_by_hand() -> None:
     # 299, and see 241, 369 and all 413 keys: 2, 3 and 4 blocks of 128.
     work = make_work(300, 413, causal=True)
     assert [work.visible_blocks(tile) for tile in range(work.row_tiles)] == [2, 3, 4]
-    full = replace(work, causal=False)
+    full = replace(work, right=None)
     assert [full.visible_blocks(tile) for tile in range(full.row_tiles)] == [4, 4, 4]
     # 192 rows a tile at head sizes up to 64.
     assert make_work(300, 413, causal=True, head_dim=40).row_tiles == 2
@@ -64,7 +64,7 @@ def test_no_worker_of_an_h200_waits_long(head_dim: int, exponent: int) -> None:
         heads=heads,
         group=1,
         tile=schedule.forward_tile(head_dim),
-        causal=True,
+        right=0,
     )
     lists = schedule.forward_lists(work, H200_SMS)
     tiles = work.row_tiles
@@ -93,7 +93,7 @@ def test_a_growing_cache_needs_one_list() -> None:
 
 
 def visible(work: ForwardWork, row: int, key: int) -> bool:
-    in_reach = not work.causal or key <= row + work.seq_k - work.seq_q
+    in_reach = work.right is None or key <= row + work.seq_k - work.seq_q
     return key < work.seq_k and in_reach
 
 

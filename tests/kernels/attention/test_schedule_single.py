@@ -1,10 +1,16 @@
-"""Which blocks the Hopper forward without a list visits, which it masks, and who takes its tiles."""
+"""Which blocks the Hopper forward of windows and large heads visits and masks, and its tile lists."""
 
 from __future__ import annotations
 
 import pytest
 
-from kernels.attention.schedule import GROUP_ROWS, SingleWork, is_persistent, single_tile
+from kernels.attention.schedule import (
+    GROUP_ROWS,
+    ForwardWork,
+    SingleWork,
+    is_persistent,
+    single_tile,
+)
 
 SEQS = [(1, 1), (64, 128), (128, 192), (256, 256), (113, 203), (384, 256), (250, 250), (100, 356)]
 BOUNDS = [(None, None), (None, 0), (0, 0), (1, 0), (63, 0), (127, 0), (130, 0), (40, 50), (None, 9)]
@@ -92,26 +98,42 @@ def test_tiles_hold_the_heads(sizes: tuple[int, int], columns: int, extra: int, 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "bounds", "programs"),
+    ("bounds", "is_listed"),
     [
-        # Alike tiles are shared by 132 workers, if there are as many.
-        ((128, 128), (4095, 0), 132),
-        ((64, 64), (40, 50), 132),
-        ((64, 128), (None, None), 132),
-        # Causal ones differ, and large heads leave no room for an output beside the next queries.
-        ((64, 128), (None, 0), 4096),
-        ((192, 128), (4095, 0), 4096),
-        ((256, 256), (None, None), 4096),
+        ((None, 0), True),
+        ((None, 7), True),
+        ((4095, 0), False),
+        ((40, 50), False),
+        ((None, None), False),
     ],
 )
-def test_programs_by_hand(
-    sizes: tuple[int, int], bounds: tuple[int | None, int | None], programs: int
+def test_tiles_that_grow_with_their_row_are_dealt_out_by_a_list(
+    bounds: tuple[int | None, int | None], is_listed: bool
 ) -> None:
-    left, right = bounds
+    assert make_work((8192, 8192), bounds).is_listed is is_listed
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (256, 256), (64, 128)])
+@pytest.mark.parametrize("seqs", [(300, 413), (640, 128), (2048, 2048)])
+def test_the_list_counts_the_blocks_that_a_tile_visits(
+    seqs: tuple[int, int], sizes: tuple[int, int]
+) -> None:
     tile = single_tile(*sizes)
-    work = SingleWork(seq_q=8192, seq_k=8192, left=left, right=right, tile=tile)
-    assert work.programs(4096, workers=132) == programs
-    assert work.programs(7, workers=132) == 7
+    work = SingleWork(seq_q=seqs[0], seq_k=seqs[1], left=None, right=9, tile=tile)
+    dealt = ForwardWork(seq_q=seqs[0], seq_k=seqs[1], heads=6, group=2, tile=tile, right=9)
+    assert dealt.row_tiles == work.row_tiles
+    for row_tile in range(work.row_tiles):
+        first = row_tile * tile.rows
+        visited = work.seen_blocks(first, first + tile.rows)
+        assert dealt.visible_blocks(row_tile) == len(visited)
+
+
+def test_sections_of_large_heads_hold_keys_and_values() -> None:
+    # 24 MiB / (2 * 2048 keys * (192 + 128) columns) = 19 heads, times a group of 2.
+    work = ForwardWork(
+        seq_q=2048, seq_k=2048, heads=64, group=2, tile=single_tile(192, 128), right=0
+    )
+    assert work.section_heads == 38
 
 
 def test_what_the_persistent_kernel_takes() -> None:

@@ -54,10 +54,12 @@ def test_heads_that_the_hopper_kernels_do_not_take(head_dim: int) -> None:
     assert not any(attention_workspaces(spec, workload_of(), H200))
 
 
-def test_windows_that_hide_something_run_on_the_portable_kernel() -> None:
+def test_windows_that_hide_something_take_the_buffers_and_no_list() -> None:
     spec = resolve_model("mistralai/Mistral-7B-v0.1")  # a window of 4,096 in every layer
     assert all(attention_workspaces(spec, workload_of(4096, 1), H200))
-    assert not any(attention_workspaces(spec, workload_of(4097, 1), H200))
+    assert all(attention_workspaces(spec, workload_of(4097, 1), H200))
+    assert tile_list_bytes(spec, workload_of(4096, 1), H200) > 0
+    assert tile_list_bytes(spec, workload_of(4097, 1), H200) == 0
 
 
 def test_what_ran_otherwise_takes_none() -> None:
@@ -84,7 +86,7 @@ def test_the_tiles_list_is_the_kernel_s(head_dim: int, length: int) -> None:
         heads=2 * spec.num_heads,
         group=4,
         tile=FORWARD_TILES[head_dim],
-        causal=True,
+        right=0,
     )
     found = tile_list_bytes(spec, workload_of(length), H200)
     assert found == 4 * len(forward_table(work, workers=132))
