@@ -110,11 +110,6 @@ def _without(saved_s: float, total_s: float) -> float:
     return total_s / max(total_s - saved_s, 1e-12)
 
 
-def bottleneck(measured: Mapping[str, Any]) -> Part:
-    """Return the part that has most of the step for itself."""
-    return ceilings(measured)[0].part
-
-
 _PLACES: Mapping[Part, str] = {
     Part.HOST: "waiting for the host, its launches and its waits",
     Part.DATA: "reading and tokenizing the data",

@@ -68,11 +68,6 @@ _ADAMW = {
 Variables = dict[str, Any]
 
 
-def kind_of(column: str) -> Kind:
-    """Return the kind of a column's variable; KeyError for one that no line has."""
-    return KINDS[column]
-
-
 def model_variables(model: ModelSpec) -> Variables:
     """Return what describes a model: its name and the dimensions that its function depends on."""
     return {

@@ -21,7 +21,6 @@ from runners.trace.variants import Variant
 Template = Mapping[str, Mapping[str, Any]]
 Chosen = TypeVar("Chosen")
 _FOLDER = Path(__file__).parent
-_ORDERED = ("forward", "kept", "added", "saved")
 
 
 def variant_differences(variant: Variant, stored: Template) -> Iterator[str]:

@@ -13,7 +13,6 @@ from planner.time_shares import (
     PROFILE_COLUMNS,
     Span,
     account,
-    bottleneck,
     ceilings,
     method_notes,
     profile_cells,
@@ -112,7 +111,7 @@ def test_data_counts_in_series_with_the_step() -> None:
 def test_where_the_time_goes_decides_whether_attention_helps(
     measured: dict[str, Any], part: Part, words: str
 ) -> None:
-    assert bottleneck(measured) is part
+    assert ceilings(measured)[0].part is part
     assert words in verdict_sentence(measured)
 
 
@@ -141,5 +140,8 @@ def test_the_documentation_s_figures_are_those_recorded() -> None:
         found = {one.part: one for one in ceilings(seen)}
         shares = (found[part].share for part in (Part.ATTENTION, Part.MATMUL, Part.HOST))
         cells = [format_seconds(seen["step_time_s"]), *(f"{100 * share:.0f} %" for share in shares)]
-        cells += [f"{found[Part.ATTENTION].speedup:.2f}x", PART_WORDS[bottleneck(seen)].lower()]
+        cells += [
+            f"{found[Part.ATTENTION].speedup:.2f}x",
+            PART_WORDS[ceilings(seen)[0].part].lower(),
+        ]
         assert f"| {' | '.join(cells)} |" in text, row.id

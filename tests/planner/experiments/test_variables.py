@@ -10,7 +10,7 @@ import pytest
 
 from planner.experiments.groups import Group, changes, flags, group_lines
 from planner.experiments.lines import SeenRun, columns, lines_of
-from planner.experiments.variables import Kind, kind_of
+from planner.experiments.variables import KINDS, Kind
 
 PLAN: dict[str, Any] = {
     "model": {"preset": "Qwen/Qwen2.5-0.5B"},
@@ -76,7 +76,7 @@ def test_one_choice_of_a_plan_is_one_variable_of_its_kind(
     found = changes(base, other)
     assert [change.column for change in found[kind]] == [column]
     assert sum(map(len, found.values())) == 1
-    assert kind_of(column) is kind
+    assert KINDS[column] is kind
     assert not any("changes both" in flag for flag in flags(base, other))
 
 
