@@ -93,6 +93,8 @@ def _serve(session: JobSession, run: ServeRun, spec: ModelSpec, model: nn.Module
     measured |= _figures(engine, run, requests, start_s, measured["duration_s"])
     measured["leaked_pages"] = run.pages - cache.num_free()
     measured["graphs"] = decoder.uses_graphs
+    # Rows without this were served while graphs were replayed for the first time.
+    measured["graphs_replayed_before"] = decoder.uses_graphs
     measured["attention_backend"] = str(run.attention)
     measured["prefill_peak_allocated_bytes"] = peak_allocated(device)
     note_memory(measured, device)
