@@ -111,7 +111,8 @@ def compare_paced(plan: Plan, measured: Mapping[str, Any], *, alone: bool) -> li
     if not isinstance(workload, TrainingWorkload):
         return []
     rates, found = rates_of(plan.hardware), []
-    for together in zip(*(rank["steps"] for rank in ranks), strict=True):
+    # The first rows with a pace have no such steps.
+    for together in zip(*(rank.get("steps", ()) for rank in ranks), strict=True):
         slowest = {name: max(one[name] for one in together) for name in together[0]}
         host = rates.host.at_pace(1e-6 * slowest["forward_us"], 1e-6 * slowest["backward_us"])
         predicted_s = _step_s(plan, workload, replace(rates, host=host), alone=alone)

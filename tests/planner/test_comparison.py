@@ -58,4 +58,5 @@ def test_paced_steps_are_predicted_at_the_pace_that_their_run_measured() -> None
     ahead_s = 3 / paces[0] * (float(host_s["forward"]) + float(host_s["optimizer"]))
     assert found.predicted == pytest.approx(ahead_s + 2 / paces[1] * float(host_s["backward"]))
     assert (found.quantity, found.measured) == ("paced_step", 0.2)
-    assert compare_paced(plan, {}, alone=True) == []
+    for without in ({}, {"host_pace": [{"forward_us": 1.0}]}):
+        assert compare_paced(plan, without, alone=True) == []
