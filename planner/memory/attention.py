@@ -11,7 +11,7 @@ DIRECTIONS = FORWARD, BACKWARD = "forward", "backward"
 # Of our kernels for compute capability 9.0 (kernels/attention): the head sizes they take, in steps
 # of the 16 bytes that TMA reads; the rows that lse and delta are padded to in the backward; the rows
 # of a forward's tile by its columns; the multiprocessors, an H200's, among which tiles are dealt.
-_HOPPER, _MAX_HEAD_DIM, _HEAD_DIM_STEP = "9.0", 128, 8
+_HOPPER, _MAX_HEAD_DIM, _HEAD_DIM_STEP = "9.0", {FORWARD: 256, BACKWARD: 128}, 8
 _PADDED_ROWS, _TILE_ROWS = 128, {64: 192, 128: 128}
 _MULTIPROCESSORS = 132
 _FP32_BYTES = 4
@@ -65,14 +65,14 @@ def _runs_on_hopper(
         and capability == _HOPPER
         and workload.precision is not Precision.FP32
         and direction not in spec.portable_attention
-        and takes_head_sizes(spec)
+        and takes_head_sizes(spec, direction)
     )
 
 
-def takes_head_sizes(spec: ModelSpec) -> bool:
-    """Whether our kernels for Hopper take a model's heads."""
+def takes_head_sizes(spec: ModelSpec, direction: str) -> bool:
+    """Whether our kernels for Hopper take a model's heads in one direction."""
     is_even = spec.head_dim % _HEAD_DIM_STEP == 0
-    return is_even and spec.value_dim == spec.head_dim <= _MAX_HEAD_DIM
+    return is_even and spec.value_dim == spec.head_dim <= _MAX_HEAD_DIM[direction]
 
 
 def _has_window(spec: ModelSpec, workload: TrainingWorkload, layer: int) -> bool:

@@ -120,11 +120,12 @@ def _summed(counts: Any, values: Any) -> Any:
 
 def _runs_on_hopper(spec: ModelSpec, workload: TrainingWorkload, row: str) -> bool:
     """Whether our attention's kernels for Hopper take a layer, if they run on the GPU at all."""
+    direction = row.removeprefix("attention_")
     return (
         workload.attention is Attention.TRITON
         and workload.precision is not Precision.FP32
-        and row.removeprefix("attention_") not in spec.portable_attention
-        and takes_head_sizes(spec)
+        and direction not in spec.portable_attention
+        and takes_head_sizes(spec, direction)
     )
 
 

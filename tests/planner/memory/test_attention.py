@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kernels.attention.dispatch import MAX_BACKWARD_HEAD_DIM
-from kernels.attention.schedule import FORWARD_TILES, ForwardWork, forward_table
+from kernels.attention.schedule import FORWARD_TILES, ForwardWork, forward_table, single_tile
 from planner.hardware import resolve_gpu
 from planner.memory.attention import attention_workspaces, tile_list_bytes
 from planner.memory.requests import ATTENTION_GRADIENTS, Layout, Section, lay_out
@@ -77,7 +77,7 @@ def test_cudnn_takes_one_buffer() -> None:
     assert found == ((rows * 64 * 8 + 4 * rows + 256,),) * LLAMA.num_layers
 
 
-@pytest.mark.parametrize(("head_dim", "length"), [(64, 2048), (64, 100), (128, 1000)])
+@pytest.mark.parametrize(("head_dim", "length"), [(64, 2048), (64, 100), (128, 1000), (256, 1000)])
 def test_the_tiles_list_is_the_kernel_s(head_dim: int, length: int) -> None:
     spec = resolve_model("meta-llama/Llama-3.2-1B", {"head_dim": head_dim})
     work = ForwardWork(
@@ -85,7 +85,7 @@ def test_the_tiles_list_is_the_kernel_s(head_dim: int, length: int) -> None:
         seq_k=length,
         heads=2 * spec.num_heads,
         group=4,
-        tile=FORWARD_TILES[head_dim],
+        tile=FORWARD_TILES.get(head_dim) or single_tile(head_dim, head_dim),
         right=0,
     )
     found = tile_list_bytes(spec, workload_of(length), H200)
