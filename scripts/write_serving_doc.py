@@ -37,17 +37,24 @@ HOW_DECODED = """
 Time per step of all rows, and of the whole prefill; **predicted** is today's, **fit** marks a shape that a
 constant of the prediction was fitted to, which counts in no average however often it was run. **bandwidth** is the bytes that a step
 must move over what the sheet's memory rate moves in the measured time. `static` is transformers' generation
-with sdpa and its static cache, `compiled` the same with its decode step compiled by torch. Rows marked 1 were taken before the products of query, key and
-value were joined. **host** marks a prefill whose kernels the host started one by one, where today it is one graph:
-it took the host's time, which differs from session to session, and counts in no average.
+with sdpa and its static cache, `compiled` the same with its decode step compiled by torch.
+"""
+JOINED_LATER = """
+Rows marked 1 were taken before the products of query, key and value were joined, and are predicted so.
+"""
+BY_HOST = """
+**host** marks a prefill whose kernels the host started one by one, where today it is one graph: it took the host's
+time, which differs from session to session, and counts in no average.
 """
 HOW_SERVED = """
 Requests arrive by a Poisson process with lengths drawn evenly. Times are of requests that got all they asked
 for, from the arrival that the trace asked for. **simulated** is today's simulation of the same trace, cache and
 chunks with predicted step times (`planner/simulation`), which was told nothing of the run: means of the percentiles
 of eight simulations whose steps are up to 3 % longer or shorter, for where in a step each arrival falls is chance. A
-constant was fitted to rows marked 2; those marked 3 were served before prefills were graphs, at the pace of the host.
-Both count in no average.
+constant was fitted to rows marked 2, which count in no average.
+"""
+OLDER_ENGINE = """
+Rows marked 3 were served before prefills were graphs, at the pace of the host, and count in no average.
 """
 
 
@@ -107,7 +114,7 @@ def _decoded(row: RecordedRow) -> Decoded | None:
         prefill_s=predicted.prefill_time_s,
         decode_s=predicted.decode_time_s,
         moved_share=moved / gpu.mem_bandwidth_bytes_s / row.measured["decode_time_s"],
-        joined=ran.joins_qkv,
+        joined=ran.joins_qkv or not run.fused,
     )
 
 
@@ -132,11 +139,17 @@ def measured_part(rows: Sequence[RecordedRow]) -> Iterator[str]:
     if decoded:
         yield "\n### Decode"
         yield HOW_DECODED
+        if not all(one.joined for one in decoded):
+            yield JOINED_LATER
+        if any(one.by_host for one in decoded):
+            yield BY_HOST
         yield from _decode_table(decoded)
         yield from _decode_words(decoded)
     if served:
         yield "\n### Served traces"
         yield HOW_SERVED
+        if any(_mark(row) == " (3)" for row, _ in served):
+            yield OLDER_ENGINE
         yield from _serve_table(served)
         yield from _serve_words(served)
         yield from _peer_table(served)
@@ -310,9 +323,8 @@ def _trace_cells(row: RecordedRow, found: SimulatedRun) -> tuple[str, ...]:
     trace = found.run.trace
     given = row.spec["serve"]["trace"]
     rate = f"{given['rate_per_s']:g}" if isinstance(given, Mapping) else "-"
-    mark = "" if _counts(row) else " (2)" if row.id in SERVE_ROWS else " (3)"
     return (
-        short(found.model) + mark,
+        short(found.model) + _mark(row),
         f"{len(trace):,}",
         rate,
         _range([one.prompt_tokens for one in trace], given, "prompt_tokens"),
@@ -344,6 +356,11 @@ def _serve_words(served: Sequence[tuple[RecordedRow, SimulatedRun]]) -> Iterator
         )
     for row, found in served:
         yield f"- {_ran(row, found.run)}; {_static(row, found)}."
+
+
+def _mark(row: RecordedRow) -> str:
+    """Return the mark of a trace that counts in no average."""
+    return "" if _counts(row) else " (2)" if row.id in SERVE_ROWS else " (3)"
 
 
 def _counts(row: RecordedRow) -> bool:

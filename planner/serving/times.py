@@ -60,9 +60,7 @@ FITTED_PREFILLS = frozenset(
         (_MIXTURE, 16, 1024),
     )
 )
-SERVE_ROWS = frozenset(
-    ("4b9cdfe1b06d1b35", "b7dcbad6e5500c05", "df40b0c8d35820ec", "7185e92847b1d823")
-)
+SERVE_ROWS = frozenset(("df40b0c8d35820ec", "7185e92847b1d823"))
 
 # From a profile of decode steps (Llama-3.2-1B, batch 1, recorded/h200-profile.jsonl): 263 kernels are busy for 1.20
 # of 1.30 ms, so 0.38 us pass between two; the small ones take 1.43 us, 0.81 less than a copy timed by itself; and
@@ -94,7 +92,7 @@ _LATENT_SHARE = 0.5
 _HOPPER_OVER_SDPA = 1.13
 _HOPPER, _HOPPER_HEADS = "9.0", (64, 128)
 # The host's seconds for a forward that is no graph: at all, and for each kernel of ours (a Triton launch
-# through torch's dispatcher), fitted to two served traces, those of SERVE_ROWS; and for each of torch's
+# through torch's dispatcher), fitted to two traces that were served so; and for each of torch's
 # (planner/speed/h200.json: the host's for Llama, with its pace). Alone, a decode attention takes 0.107 ms of
 # the host (batch 1, 4,096 tokens, timed with the host's start).
 _HOST_FORWARD_S = 8e-3
