@@ -44,12 +44,13 @@ class OwnAttentionCase(Case):
 def local_cases(device: torch.device) -> list[Case]:
     """Return every case of one device, the quick groups first; a CPU gets small sizes."""
     is_cuda = device.type == "cuda"
-    cases = [*_launches(), *(_copies_to_host() if is_cuda else ())]
-    cases += _memory_bound(is_cuda)
-    cases += _matrix_products(is_cuda)
-    cases += kind_cases(is_cuda)
-    cases += offload_cases(is_cuda)
-    cases += _attention(device)
+    cases = [*_launches(), *_paces(), *(_copies_to_host() if is_cuda else ())]
+    groups = (
+        *(_memory_bound(is_cuda), _matrix_products(is_cuda), kind_cases(is_cuda)),
+        *(offload_cases(is_cuda), _attention(device)),
+    )
+    for group in groups:
+        cases += [*group, *(_paces() if is_cuda else ())]
     return cases
 
 
@@ -84,17 +85,6 @@ def _launches() -> Iterator[Case]:
 
     yield host("launch_elementwise", "fp32", small, calls=_LAUNCHES, waits=False)
     yield host("launch_matmul", "bf16", product, calls=_LAUNCHES, waits=False)
-    for way in ("forward", "backward"):
-        yield PaceCase(
-            group="launch",
-            operation=f"launch_module_{way}",
-            shape=(1,),
-            dtype="fp32",
-            bytes=_SMALLEST_BYTES,
-            flops=0.0,
-            prepare=nothing,
-            figure=f"{way}_us",
-        )
     yield host("synchronize", "fp32", nothing, calls=1, waits=True)
     # What passes between the two events around no work is part of every other point's time.
     for operation, prepare in (("kernel_none", nothing), ("kernel_smallest", small)):
@@ -106,6 +96,21 @@ def _launches() -> Iterator[Case]:
             bytes=_SMALLEST_BYTES,
             flops=0.0,
             prepare=prepare,
+        )
+
+
+def _paces() -> Iterator[Case]:
+    """The host's pace, which differs from second to second: asked for between groups of cases."""
+    for way in ("forward", "backward"):
+        yield PaceCase(
+            group="launch",
+            operation=f"launch_module_{way}",
+            shape=(1,),
+            dtype="fp32",
+            bytes=_SMALLEST_BYTES,
+            flops=0.0,
+            prepare=lambda device: lambda: None,
+            figure=f"{way}_us",
         )
 
 
