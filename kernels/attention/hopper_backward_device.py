@@ -12,9 +12,9 @@ Query tiles that see none of the program's keys are not visited, those that see 
 
 Barriers: K and V have one full barrier each; Q with lse, and dO with delta, a ring of full barriers
 each (one arrival and bytes) and a common ring of free ones (one arrival per group); dS has a full and a
-free ring (one arrival per group in both). The producer
-starts with phase 1, which a fresh barrier passes, the consumers with 0. (A reduce-add of rows wholly
-before its tensor stopped an H200 with an illegal instruction; rows past the end are dropped.)
+free ring (one arrival per group in both). The producer starts with phase 1, which a fresh barrier
+passes, the consumers with 0. (A reduce-add of rows wholly before its tensor stopped an H200 with an
+illegal instruction; rows past the end are dropped.)
 """
 
 # ruff: noqa: N803, RUF059 (compile-time arguments are upper case, as Triton code has them; the
@@ -415,14 +415,15 @@ def backward_kernel(
     q_d, k_d, v_d, do_d, lse_d, delta_d, dq_d, dk_d, dv_d, scale, scale_log2,
     seq_q, seq_k, kv_heads, group, padded, interleaved, upper, lower,
     BM: gl.constexpr, D: gl.constexpr, DS_STAGES: gl.constexpr, FOLDED: gl.constexpr,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr, MASKED: gl.constexpr, DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, MASKED: gl.constexpr,
+    DS_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of 128 keys and add their share of dQ / scale to the fp32 accumulator.
 
     Descriptors are 4-D (B, H, S, D), those of lse (base 2) and delta 1-D with `padded` values per
     head. With FOLDED these are -lse / scale and -delta, which the products start from, and dS comes from
-    P in 16 bits: fewer registers, and more instructions; and dP is started one step ahead. The grid is B x Hkv x ceil(Sk / 128), the key tile running fastest, of the last `interleaved`
-    heads the head.
+    P in 16 bits: fewer registers, and more instructions; and dP is started one step ahead. The grid is
+    B x Hkv x ceil(Sk / 128), the key tile running fastest, of the last `interleaved` heads the head.
     """
     dtype: gl.constexpr = q_d.dtype
     tiles = (
