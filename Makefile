@@ -15,6 +15,7 @@ format: .venv/.installed-dev
 
 accuracy: .venv/.installed
 	@.venv/bin/python scripts/write_accuracy_doc.py
+	@.venv/bin/python scripts/write_readme_figures.py
 	@.venv/bin/python scripts/write_zero_doc.py
 	@.venv/bin/python scripts/write_throughput_doc.py
 	@.venv/bin/python scripts/write_ranking_doc.py
