@@ -15,6 +15,8 @@ from math import exp, log, sqrt
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from planner.accuracy import Residual, accuracy_report
 from planner.as_run import as_run
 from planner.checks import canonical_json
@@ -29,6 +31,8 @@ GOOD_PERCENT = 3.0
 # In so many of the groups the choice is to be a good one.
 AIM_SHARE = 0.95
 _TWO_SIDED_95 = 1.96
+# Draws of what repeats could have shown: a share of groups is told to a hundredth.
+_DRAWS, _SEED = 4000, 0
 # How a step is run; all else is what it computes.
 ALTERNATIVES = (
     *("engine", "zero_stage", "attention", "checkpointing", "checkpoint_every", "loss"),
@@ -96,6 +100,22 @@ class RankedGroup:
         return not self.is_good and self.regret_percent > (self.told_apart_percent or 0.0)
 
     @property
+    def exact_share(self) -> float:
+        """How often runs like these would call the choice good, were every prediction exact.
+
+        Each alternative is drawn as its predicted time with the spread of as many runs as it has; the
+        fastest of many is one that had luck, which an exact prediction has not. 1 without repeats.
+        """
+        if self.spread is None:
+            return 1.0
+        runs = np.array([one.runs for one in self.alternatives])
+        predicted_s = np.array([one.predicted_s for one in self.alternatives])
+        noise = np.random.default_rng(_SEED).standard_normal((_DRAWS, runs.size))
+        drawn_s = predicted_s * np.exp(self.spread[0] / np.sqrt(runs) * noise)
+        limits_s = (1 + GOOD_PERCENT / 100) * drawn_s.min(axis=1)
+        return float(np.mean(drawn_s[:, predicted_s.argmin()] <= limits_s))
+
+    @property
     def good_share(self) -> float:
         """The share of alternatives that are good choices: what choosing blindly would reach."""
         limit = (1 + GOOD_PERCENT / 100) * self.fastest.measured_s
@@ -146,6 +166,11 @@ class RankingReport:
         return sum(group.good_share for group in self.groups)
 
     @property
+    def exact(self) -> float:
+        """Groups in which runs like these would call the choice good, were every prediction exact."""
+        return sum(group.exact_share for group in self.groups)
+
+    @property
     def pairs(self) -> tuple[int, int]:
         """Pairs that differ noticeably in any group, and those of them that are ordered right."""
         found = [group.pairs() for group in self.groups]
@@ -159,6 +184,7 @@ class RankingReport:
             "good": self.good,
             "not_lost": self.not_lost,
             "blind": self.blind,
+            "exact": self.exact,
             "pairs": apart,
             "pairs_right": right,
             "each": [group.to_dict() for group in self.groups],
@@ -184,7 +210,8 @@ class RankingReport:
         return (
             f"Where a choice is slower than that by no more than repeats of one plan differ, the runs do not "
             f"say which is faster; counted as no loss, it is {self.not_lost} of {len(self.groups)} groups "
-            f"({format_share(self.not_lost / number, 0)})."
+            f"({format_share(self.not_lost / number, 0)}). Were every prediction exact, runs that spread like "
+            f"these would call {self.exact:.1f} groups ({format_share(self.exact / number, 0)}) good."
         )
 
 

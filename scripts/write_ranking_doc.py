@@ -29,10 +29,12 @@ REPEATS = """
 `told apart` is the difference from which on two alternatives are not the same by chance: 1.96 standard errors, from the
 spread of ln(time) between runs of one and the same plan of that model and workload, over the runs that the two have. It is
 large where the GPU waits for a host that others use too. A choice that loses less than that may be the best or not.
+`exact` is how often runs that spread like this would call the choice good if every predicted time of the group were exact:
+the fastest of many single runs is one that had luck.
 """
 COLUMNS = (
-    "| group | step | alternatives | chosen | is slower by | told apart from | verdict |\n"
-    "|---|---|--:|---|--:|--:|---|"
+    "| group | step | alternatives | chosen | is slower by | told apart from | exact | verdict |\n"
+    "|---|---|--:|---|--:|--:|--:|---|"
 )
 QUANTITIES = {"step_time": "whole", ALONE: "alone"}
 
@@ -61,6 +63,10 @@ def _told(group: RankedGroup) -> str:
     return "no repeats" if told is None else f"{told:.1f} %"
 
 
+def _exact(group: RankedGroup) -> str:
+    return "-" if group.spread is None else format_share(group.exact_share, 0)
+
+
 def group_lines(report: RankingReport) -> Iterator[str]:
     """Yield the table of all groups, the largest loss first."""
     yield COLUMNS
@@ -68,7 +74,8 @@ def group_lines(report: RankingReport) -> Iterator[str]:
         lost = f"{group.regret_percent:.1f} %"
         yield (
             f"| {group.title} | {QUANTITIES[group.quantity]} | {len(group.alternatives)} | "
-            f"{group.chosen.words} | {lost} | {_told(group)} | {verdict(group)} |"
+            f"{group.chosen.words} | {lost} | {_told(group)} | "
+            f"{_exact(group)} | {verdict(group)} |"
         )
 
 

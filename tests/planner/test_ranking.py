@@ -64,7 +64,27 @@ def test_what_repeats_cannot_tell_apart_is_not_lost() -> None:
     assert replace(found, spread=None).is_lost
     report = RankingReport(groups=(found, replace(found, spread=None)))
     assert (report.good, report.not_lost) == (0, 1)
-    assert report.repeats_sentence().endswith("counted as no loss, it is 1 of 2 groups (50 %).")
+    assert "counted as no loss, it is 1 of 2 groups (50 %)." in report.repeats_sentence()
+
+
+def test_an_exact_prediction_is_called_good_as_often_as_luck_allows() -> None:
+    """Two alike alternatives, single runs spread by 10 %: good where ln of their ratio is at most ln 1.03.
+
+    It is normal with standard deviation 0.1 x 2^0.5, so P(Z <= 0.02956 / 0.14142) = 0.5828.
+    """
+    alike = (
+        Timed(words="a", predicted_s=1.0, measured_s=1.2),
+        Timed(words="b", predicted_s=1.0, measured_s=1.0),
+    )
+    found = RankedGroup(title="x", quantity="step_time", alternatives=alike, spread=(0.1, 5))
+    assert found.exact_share == pytest.approx(0.5828, abs=0.02)
+    # A hundred runs of each: P(Z <= 2.09) = 0.9817. Without repeats nothing is known of luck.
+    often = tuple(replace(one, runs=100) for one in alike)
+    assert replace(found, alternatives=often).exact_share == pytest.approx(0.9817, abs=0.01)
+    assert replace(found, spread=None).exact_share == 1.0
+    report = RankingReport(groups=(found, replace(found, spread=None)))
+    assert report.exact == pytest.approx(1.5828, abs=0.02)
+    assert report.repeats_sentence().endswith("would call 1.6 groups (79 %) good.")
 
 
 def test_the_spread_is_that_of_runs_of_one_plan() -> None:
