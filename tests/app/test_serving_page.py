@@ -98,11 +98,11 @@ def test_a_served_run_s_page_shows_its_simulation_and_who_else_served(
         return {**seen, "measured": {**seen["measured"], "peers": peers}}
 
     monkeypatch.setattr(measured, "measurement_detail", with_peer)
-    app = opened(row="4b9cdfe1b06d1b35")
+    app = opened(row="df40b0c8d35820ec")
     app.switch_page("app_pages/run.py").run()
     assert not app.exception and not app.error
     simulated = next(frame.value for frame in app.dataframe if "simulated" in frame.value)
-    assert list(simulated["measured"][:2]) == ["62.07 ms", "156.9 ms"]
+    assert list(simulated["measured"][:2]) == ["6.398 ms", "9.883 ms"]
     assert all(text.endswith(" %") for text in simulated["error"])
     peers = next(frame.value for frame in app.dataframe if "who" in frame.value)
     assert list(peers["who"]) == ["peakmark", "transformers", "vllm"]
