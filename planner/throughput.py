@@ -46,7 +46,7 @@ class Throughput:
 
     `operations` add up to the step. `hfu` counts what is computed again, too. `ideal_s` is how long the step
     would take at the vendor's peaks; `phases_s` are its phases' times, `gpu_s` and `host_s` what GPU
-    and host take for it, the longer of which is the step. `range_s` is where nine of ten recorded steps like it
+    and host take for it: the step is no shorter than either. `range_s` is where nine of ten recorded steps like it
     lay. `source` says where rates are from.
     """
 

@@ -1,7 +1,8 @@
 """One training step on one GPU: what the GPU, the host and the links take, and what of it is seen.
 
-The GPU runs its kernels one after another while the host starts later ones, so that a step takes the
-longer of both; where the host waits for the gradients before the update, each part of it does.
+The GPU runs its kernels one after another while the host starts later ones, so that a phase ends when its
+kernels are done, and not before they were started: a step takes the longer of both, or what the host takes
+for the forward and the GPU for the rest. Where the host waits for the gradients before the update, it starts anew.
 Collectives run beside the computation: seen of them is what is longer than that, what their kernels
 take from it, and the last one of a phase, which nothing is left to hide.
 """
@@ -79,19 +80,27 @@ class Step:
 
     @property
     def step_time_s(self) -> Any:
-        """The longer of both, run by run."""
-        return sum(larger(*self._run_s(run)) for run in self.runs)
+        """From the step's start to the end of its last phase on the GPU."""
+        return self._ends_s()[PHASES[-1]]
 
     def phase_s(self, name: str) -> Any:
-        """The time of a phase: the host's where its run waits for it, else the GPU's."""
-        gpu_s, host_s = self._run_s(next(run for run in self.runs if name in run))
-        if isinstance(gpu_s, float) and isinstance(host_s, float):
-            return (self.host_s if host_s > gpu_s else self.gpu_s)[name]
-        return np.where(host_s > gpu_s, self.host_s[name], self.gpu_s[name])
+        """The time of a phase: from the end of the one before to its own, on the GPU."""
+        ends_s, place = self._ends_s(), PHASES.index(name)
+        return ends_s[name] - ends_s[PHASES[place - 1]] if place else ends_s[name]
 
-    def _run_s(self, run: tuple[str, ...]) -> tuple[Any, Any]:
-        """What the GPU and what the host take for some phases together."""
-        return sum(self.gpu_s[name] for name in run), sum(self.host_s[name] for name in run)
+    def _ends_s(self) -> dict[str, Any]:
+        """When each phase ends: its kernels run after those before, and the last not before it is started."""
+        found: dict[str, Any] = {}
+        started_s: Any = 0.0
+        end_s: Any = 0.0
+        for run in self.runs:
+            for name in run:
+                started_s = started_s + self.host_s[name]
+                end_s = larger(end_s + self.gpu_s[name], started_s)
+                found[name] = end_s
+            # The host waits for the GPU before it goes on.
+            started_s = end_s
+        return found
 
 
 def training_step(

@@ -24,7 +24,7 @@ from planner.speed.engine_work import (
 from planner.speed.gpu_time import Part, micro_batch_parts
 from planner.speed.host import HostTable, host_time
 from planner.speed.operation_lists import list_key, operation_list
-from planner.speed.step import Sent, Step, _exposed_s, _slowed, training_step
+from planner.speed.step import PHASES, Sent, Step, _exposed_s, _slowed, training_step
 from planner.workload import (
     Attention,
     Checkpointing,
@@ -244,7 +244,7 @@ def test_our_attention_and_updates_one_by_one_of_sharded_tensors_take_longer() -
     assert found.optimizer_s == pytest.approx(32 * 5e-3)
 
 
-def test_where_the_host_waits_before_the_update_each_part_takes_the_longer_of_both() -> None:
+def test_a_phase_ends_when_its_kernels_are_done_and_not_before_they_are_started() -> None:
     times = {
         "gpu_s": {"forward": 1.0, "backward": 3.0, "optimizer": 0.5},
         "host_s": {"forward": 1.5, "backward": 1.5, "optimizer": 2.0},
@@ -252,11 +252,17 @@ def test_where_the_host_waits_before_the_update_each_part_takes_the_longer_of_bo
         "parts": (),
         "sent": (),
     }
-    assert Step(**times).step_time_s == 5.0
+    # The host starts the forward until 1.5, so the backward runs until 4.5; the update is started by 5.
+    step = Step(**times)
+    assert [step.phase_s(name) for name in PHASES] == [1.5, 3.0, 0.5]
+    assert step.step_time_s == 5.0
+    # A host that waits for the gradients begins the update at 4.5.
     waiting = Step(**times, runs=(("forward", "backward"), ("optimizer",)))
-    assert waiting.step_time_s == 4.0 + 2.0
-    phases = [float(waiting.phase_s(name)) for name in ("forward", "backward", "optimizer")]
-    assert phases == [1.0, 3.0, 2.0]
+    assert [waiting.phase_s(name) for name in PHASES] == [1.5, 3.0, 2.0]
+    assert waiting.step_time_s == 6.5
+    # Over several sizes at once, element by element.
+    grid = Step(**{**times, "gpu_s": {**times["gpu_s"], "forward": np.array([1.0, 2.0])}})
+    assert grid.step_time_s.tolist() == [5.0, 5.5]
 
 
 def test_adafactor_waits_for_the_gpu_at_every_parameter() -> None:
@@ -285,7 +291,7 @@ def test_what_is_sent_is_hidden_behind_what_is_computed() -> None:
     assert _exposed_s(0.5, [], alone=False) == 0
 
 
-def test_the_step_is_the_longer_of_gpu_and_host() -> None:
+def test_the_longer_of_gpu_and_host_is_the_step_where_one_is_far_ahead() -> None:
     step = training_step(LLAMA, TrainingWorkload(), Parallelism(), RATES)
     assert float(step.step_time_s) == pytest.approx(max(step.gpu_step_s, step.host_step_s))
     alone = Parallelism(zero_stage=0, world_size=1)
