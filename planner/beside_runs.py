@@ -14,6 +14,7 @@ from planner.units import GIB_BYTES
 from planner.workload import TrainingWorkload
 from planner.zero import training, work_of
 
+CROWDED = "*"
 Seen = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
@@ -63,8 +64,8 @@ def _place(document: Mapping[str, Any]) -> tuple[str, str]:
 def offloaded_lines(seen: Iterable[Seen], work: str | None = None) -> list[dict[str, str]]:
     """Return a plain line of each run whose optimizer was in host memory; GiB and ms.
 
-    "kept" is the same plan with the optimizer on the device, and "adds" the least that the host
-    adds to a step (`planner.offload.host_step`).
+    "kept" is the same plan with the optimizer on the device, and "adds" what the host adds to a step,
+    predicted (`planner.offload.host_step`). A step with `CROWDED` had a thread on every CPU.
     """
     return [_offloaded(one) for one in runs_beside(seen, "offload_optimizer", True, False, work)]
 
@@ -80,10 +81,15 @@ def _offloaded(one: Beside) -> dict[str, str]:
         "kept": _gib(one.other, "allocated_bytes"),
         "host": _gib(one.measured["state"], "host_bytes"),
         "predicted": f"{host_bytes / GIB_BYTES:.2f}",
-        "step ms": _ms(one.measured, "step_time_s"),
+        "step ms": _ms(one.measured, "step_time_s") + ("" if _is_paced(one) else CROWDED),
         "kept: step ms": _ms(one.other, "step_time_s"),
         "adds ms": f"{1000 * float(step.time_s):.1f}",
     }
+
+
+def _is_paced(one: Beside) -> bool:
+    """Whether the run is from after the threads were halved: all since then say their host's pace."""
+    return "host_pace" in one.measured
 
 
 def kernel_lines(seen: Iterable[Seen], work: str | None = None) -> list[dict[str, str]]:

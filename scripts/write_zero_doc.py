@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from planner.accuracy import AccuracyReport
-from planner.beside_runs import kernel_lines, offloaded_lines
+from planner.beside_runs import CROWDED, kernel_lines, offloaded_lines
 from planner.calibration import Curve, bandwidth_lines
 from planner.real_lines import real_line
 from planner.real_ranks import RealRun, real_runs
@@ -88,12 +88,15 @@ Peak by stage and number of ranks: **measured**, one rank alone; in brackets pre
 HOW_OFFLOADED = """
 `offload_optimizer` keeps and steps the optimizer in host memory. **here** is the device's peak, **kept** that of the
 same plan with its optimizer there, **host** what the run held in host memory and, predicted, with pinned buffers rounded
-up as torch does; **adds** what it adds to a step at least. These steps had a thread on each of 32 CPUs that others used
-too: 24 ms a group, be it 6 or 27 million elements; alone it is 2 and 8, with the 16 threads there are now 2 and 10 ms.
+up as torch does; **adds** what it adds to a step, predicted.
+"""
+WHY_CROWDED = """
+\\* with a thread on each of 32 CPUs that others used too: 24 ms a group, be it 6 or 27 million elements. There are half
+as many now: 2 and 10 ms.
 """
 HOW_OWN_KERNEL = """
-`adamw_triton` beside `adamw_fused`, the same plan in one run of rows: peaks beside the least that the stage can hold,
-the optimizer's phase and the whole step, one rank alone.
+`adamw_triton` beside the newest run of the same plan with `adamw_fused`: peaks beside the least that the stage can
+hold, the optimizer's phase and the whole step, one rank alone.
 """
 HOW_TIMED = """
 `python -m runners.bench_engines recorded/matrices/same_run.json OUT` runs each plan four times on one
@@ -446,6 +449,8 @@ def _offloaded(rows: Sequence[RecordedRow]) -> Iterator[str]:
         yield "\n## The optimizer in host memory"
         yield HOW_OFFLOADED.rstrip("\n")
         yield from _plain_table(lines)
+        if any(CROWDED in line["step ms"] for line in lines):
+            yield WHY_CROWDED.rstrip("\n")
 
 
 def _in_time(rows: Sequence[RecordedRow]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:

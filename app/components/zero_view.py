@@ -234,8 +234,8 @@ def _beside(plan: Plan) -> None:
         st.markdown("### The optimizer in host memory")
         st.caption(
             "Peak on the device, and (kept) of the same plan with its optimizer there; what the run held in "
-            "host memory, and predicted; the step's time beside that plan's, and what the host adds to it "
-            "at least. GiB and milliseconds."
+            "host memory, and predicted; the step's time beside that plan's (* with a thread on every CPU, "
+            "which were too many), and what the host adds to it, predicted. GiB and milliseconds."
         )
         show_table(offloaded, key="zero_offloaded", title="The optimizer in host memory")
     if kernels := zero_beside.kernels_like(plan):
