@@ -3,7 +3,7 @@
 The lines run verbatim, as root, in a throw-away copy-on-write view of this machine (a mount
 namespace with an overlay over /), in the Dockerfile's order together with its COPY and WORKDIR.
 What this does not check: the base image itself (this machine's Debian and Python stand in for it), and that
-Torch and Triton can be unpacked.
+the largest packages (`LINKED`) can be unpacked: the environment that runs this has done that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# What `make test` has unpacked just before, from the same metadata.
+LINKED = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "pandas",
+    "pyarrow",
+    "plotly",
+)
 # Debian's Python in a fresh virtual environment takes the place of the base image's.
 STAND_IN = (
     "apt-get update -q && apt-get install -q -y --no-install-recommends python3 python3-venv",
@@ -23,11 +35,12 @@ STAND_IN = (
     "export PATH=/opt/image-python/bin:$PATH",
     # Byte code of what is never imported here is not needed; the image has it compiled.
     "export PIP_NO_COMPILE=1",
-    # Torch and Triton, most of what there is to unpack, are those of the repository's own environment where
+    # The largest packages, most of what there is to unpack, are those of the repository's own environment where
     # it has them: pip finds them satisfied, and what they need themselves is installed as everything else.
     "mkdir /opt/unpacked",
-    "for name in torch torch-*.dist-info triton triton-*.dist-info; do"
-    " for found in {root}/.venv/lib/python3*/site-packages/$name; do"
+    f"for name in {' '.join(LINKED)}; do"
+    " for found in {root}/.venv/lib/python3*/site-packages/$name"
+    " {root}/.venv/lib/python3*/site-packages/$name-*.dist-info; do"
     " if [ -e $found ]; then ln -s $found /opt/unpacked/; fi; done; done",
     "for site in /opt/image-python/lib/python3*/site-packages; do"
     " echo /opt/unpacked > $site/unpacked.pth; done",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -57,6 +60,17 @@ def test_the_image_runs_as_a_user_with_volume_health_check_and_init(
     assert found["ENTRYPOINT"].startswith('["tini", "--"')
     assert found["CMD"] == '["web"]'
     assert "sqlite:////data/" in found["ENV"]
+
+
+def test_packages_that_are_linked_would_be_installed(check: ModuleType, root: Path) -> None:
+    named = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    direct = {_name(text) for text in named}
+    needed = {_name(text) for name in direct for text in metadata.requires(name) or ()}
+    assert set(check.LINKED) <= direct | needed
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0].lower()
 
 
 @pytest.mark.slow
