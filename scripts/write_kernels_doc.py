@@ -108,7 +108,8 @@ transformers' models get these from `attn_implementation="peakmark_triton"`: cau
 layers, packed rows (`position_ids` or `cu_seq_lens_q`), softcap (Gemma 2), sinks (GPT-OSS), latent
 attention (DeepSeek). Padding, chunks and masks that a model composes itself are refused by name. Plans
 take it for sliding windows too; for Gemma 2, GPT-OSS, DeepSeek and packed rows no step with it has
-been traced, and they are refused.
+been traced, and they are refused. `torch.compile` makes one graph of a model that asks for full or
+causal attention alone; windows, packed rows and attention masks are read by a call between two graphs.
 
 ## The other kernels
 

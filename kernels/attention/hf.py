@@ -119,17 +119,34 @@ def attention_mask(
     """Return the mask that was asked for, None for full and bottom-right causal; else ValueError.
 
     A mask's values cannot be read while tracing with FakeTensors: there only its kind is checked,
-    and the real run checks the rest. `torch.compile` would bake that into its graph, so padding and
-    packing that it cannot see are refused.
+    and the real run checks the rest. `torch.compile` reads neither values nor what a composed mask
+    holds: these it leaves to a call between two graphs (an error where it is told to make one).
     """
-    traced = detect_fake_mode() is not None and not torch.compiler.is_compiling()
+    plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    if torch.compiler.is_compiling() and not (plain and attention_mask is None):
+        call = _mask_outside_graphs
+    else:
+        call = _mask_of
+    return call(q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+
+
+def _mask_of(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Mask | None:
+    traced = not torch.compiler.is_compiling() and detect_fake_mode() is not None
     if attention_mask is not None and not traced and _hides(attention_mask, kv_length, kv_offset):
         raise _refused("padding in attention_mask", "unpadded batches of equal length")
     if mask_function is bidirectional_mask_function:
         return None
     asked: _Asked | None = _Asked(causal=True)
     if not _is_causal(mask_function, kv_length, traced, **kwargs):
-        asked = None if torch.compiler.is_compiling() else _read(mask_function)
+        asked = _read(mask_function)
     if asked is None or not asked.causal:
         allowed = "full or causal attention, with a sliding window, or packed by position_ids"
         raise _refused("a chunked, blockwise or custom mask", allowed)
@@ -137,10 +154,18 @@ def attention_mask(
     if int(q_offset) + q_length != kv_offset + kv_length:
         raise _refused("a cache with unfilled positions", "a dynamic cache or none")
     left = None if asked.window is None else asked.window - 1
-    # transformers takes every fake batch for packed, because it cannot read fake position ids.
-    if asked.documents is not None and not traced:
+    # transformers takes every traced batch for packed, because it cannot read its position ids.
+    if asked.documents is not None and not traced and _are_several(asked.documents):
         return masks.labelled(asked.documents, left=left)
     return None if left is None or left + 1 >= kv_length else masks.window(left)
+
+
+_mask_outside_graphs = torch.compiler.disable(_mask_of)
+
+
+def _are_several(documents: Tensor) -> bool:
+    """Whether any row holds more than one document."""
+    return not bool((documents == documents[:, :1]).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +214,6 @@ def _joined(parts: list[_Asked | None]) -> _Asked | None:
 
 
 def _hides(attention_mask: Tensor, kv_length: int, kv_offset: int) -> bool:
-    if torch.compiler.is_compiling():
-        return True
     seen = attention_mask[:, kv_offset : kv_offset + kv_length]
     return seen.shape[-1] < kv_length or not bool(seen.all())
 

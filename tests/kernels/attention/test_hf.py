@@ -53,9 +53,11 @@ def tokens(seq: int = 70) -> Tensor:
     return torch.randint(0, 64, (1, seq), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
-def logits_and_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+def logits_and_gradients(
+    model: PreTrainedModel, run: Any = None, **options: Any
+) -> dict[str, Tensor]:
     ids = tokens()
-    result = model(input_ids=ids, labels=ids)
+    result = (model if run is None else run)(input_ids=ids, labels=ids, **options)
     result.loss.backward()
     gradients = {name: p.grad.double() for name, p in model.named_parameters()}
     return {"logits": result.logits.detach().double(), **gradients}
@@ -85,6 +87,42 @@ def test_logits_and_gradients_equal_the_eager_models(
     for name, expected in exact.items():
         limit = 2 * (plain[name] - expected).abs().max() + 1e-6 * expected.abs().max()
         assert (ours[name] - expected).abs().max() <= limit, name
+
+
+PACKED = {"position_ids": torch.cat([torch.arange(30), torch.arange(40)])[None]}
+WINDOWED = TINY | {"sliding_window": 20}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "options", "in_one_graph"),
+    [
+        ("llama", TINY, {}, True),
+        ("llama", TINY, {"use_cache": False}, False),
+        ("mistral", WINDOWED, {"use_cache": False} | PACKED, False),
+        ("mistral", WINDOWED, {"attention_mask": torch.ones(1, 70)}, False),
+    ],
+    ids=["one graph", "training", "packed rows in a window", "a mask that hides nothing"],
+)
+def test_compiled_models_equal_those_that_are_not(
+    model_type: str, fields: dict[str, Any], options: dict[str, Any], in_one_graph: bool
+) -> None:
+    options = {n: v.to(DEVICE) if isinstance(v, Tensor) else v for n, v in options.items()}
+    expected = logits_and_gradients(build(model_type, **fields), **options)
+    model = build(model_type, **fields)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=in_one_graph)
+    found = logits_and_gradients(model, compiled, **options)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_is_refused_when_compiled_too() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(build("llama", **TINY), backend="aot_eager")
+    padded = torch.ones(1, 70, device=DEVICE)
+    padded[0, 0] = 0
+    with pytest.raises(ValueError, match="cannot do padding in attention_mask"):
+        compiled(input_ids=tokens(), attention_mask=padded, use_cache=False)
 
 
 def test_greedy_decoding_with_a_cache_equals_eager() -> None:
