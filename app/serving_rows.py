@@ -21,8 +21,8 @@ from planner.plan import Plan
 from planner.records import Kind
 from planner.serve_run import TraceRequest, padded_tokens, parse_trace
 from planner.serving.capacity import CAPACITY_COLUMNS, Capacity, ServingEngine, capacity_cells
+from planner.serving.fitted import SERVE_ROWS
 from planner.serving.runs import TODAY, RanAs
-from planner.serving.times import SERVE_ROWS
 from planner.serving_levers import (
     Lever,
     ServingAnswer,

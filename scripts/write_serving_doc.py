@@ -14,6 +14,7 @@ from planner.decode_run import CacheDtype, CacheKind, DecodeRun, parse_decode
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow, read_file
 from planner.serve_run import ServeRun
+from planner.serving.fitted import SERVE_ROWS
 from planner.serving.runs import (
     TODAY,
     RanAs,
@@ -23,7 +24,7 @@ from planner.serving.runs import (
     served_model,
     waits_for_host,
 )
-from planner.serving.times import SERVE_ROWS, StepTimes
+from planner.serving.times import StepTimes
 from planner.simulation.runs import Compared, SimulatedRun, compare_latency, simulated_rows
 from planner.units import format_signed
 

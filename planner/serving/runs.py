@@ -16,7 +16,8 @@ from planner.memory.overheads import CONTEXT_BYTES
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow
 from planner.serve_run import GRAPH_CHUNKS, MAX_GRAPH_TOKENS, ServeRun, parse_serve
-from planner.serving.times import FITTED_PREFILLS, FITTED_STEPS, ServedModel, StepTimes
+from planner.serving.fitted import FITTED_PREFILLS, FITTED_STEPS
+from planner.serving.times import ServedModel, StepTimes
 from planner.units import MIB_BYTES, format_bytes, format_seconds, format_signed
 from planner.workload import KvDtype, WeightsDtype
 

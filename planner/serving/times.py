@@ -37,31 +37,6 @@ from planner.speed.rates import Rates, layout_number
 from planner.units import MIB_BYTES
 from planner.workload import KvDtype, WeightsDtype
 
-# Steps and prefills (model, batch, context) that a constant below was fitted to: no row of them is evidence
-# for the time it sets, however often they are run. Of served traces the rows' ids.
-_SMALL, _LARGE, _MIXTURE = (
-    "meta-llama/Llama-3.2-1B",
-    "meta-llama/Llama-3.1-8B",
-    "Qwen/Qwen3-30B-A3B",
-)
-FITTED_STEPS = frozenset(
-    (
-        *((_SMALL, *shape) for shape in ((16, 512), (1, 512), (16, 8192))),
-        *((_MIXTURE, *shape) for shape in ((1, 1024), (16, 1024))),
-    )
-)
-FITTED_PREFILLS = frozenset(
-    (
-        *(
-            (name, *shape)
-            for name in (_SMALL, _LARGE)
-            for shape in ((1, 1024), (16, 1024), (32, 8192))
-        ),
-        (_MIXTURE, 16, 1024),
-    )
-)
-SERVE_ROWS = frozenset(("df40b0c8d35820ec", "7185e92847b1d823"))
-
 # From a profile of decode steps (Llama-3.2-1B, batch 1, recorded/h200-profile.jsonl): 263 kernels are busy for 1.20
 # of 1.30 ms, so 0.38 us pass between two; the small ones take 1.43 us, 0.81 less than a copy timed by itself; and
 # the choice of the largest logit takes 35 us for 128,256 (40 for 16 rows of them), one block for each row.

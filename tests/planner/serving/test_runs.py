@@ -14,6 +14,7 @@ from planner.decode_run import parse_decode
 from planner.hardware import resolve_gpu
 from planner.records import Kind, RecordedRow, read_file
 from planner.serve_run import parse_serve
+from planner.serving.fitted import FITTED_PREFILLS, FITTED_STEPS, SERVE_ROWS
 from planner.serving.runs import (
     RanAs,
     compare_served,
@@ -22,7 +23,6 @@ from planner.serving.runs import (
     predict_decode,
     serve_peak_bytes,
 )
-from planner.serving.times import FITTED_PREFILLS, FITTED_STEPS, SERVE_ROWS
 
 RECORDED = Path(__file__).resolve().parents[3] / "recorded/h200-decode.jsonl"
 PROFILES = RECORDED.with_name("h200-profile.jsonl")
