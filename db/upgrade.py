@@ -8,24 +8,29 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, func, inspect, select, table, text
 
 from db.database import connect, display_name, resolve_url, sqlite_file
 from db.problems import DatabaseProblem, translated
 from db.types import now_ms
 
+# Alembic takes half of the time in which a database is opened, and nearly all are of the newest revision:
+# it is imported where one is not.
+if TYPE_CHECKING:
+    from alembic.config import Config
+
 # Any number that no other program's advisory lock on the same server is likely to have.
 _SERVER_LOCK = 0x7065616B
+_VERSION_TABLE = "alembic_version"
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def migration_config(connection: Connection | None = None, scripts: Path = MIGRATIONS) -> Config:
     """Return the Alembic configuration that runs `scripts` on `connection`."""
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(scripts))
     config.attributes["connection"] = connection
@@ -50,14 +55,23 @@ def upgrade(url: URL, *, scripts: Path = MIGRATIONS) -> None:
         engine.dispose()
 
 
+def newest_revision(scripts: Path = MIGRATIONS) -> str:
+    """Return the revision to which `scripts` lead: files are named by their revision, as r0001_first_tables.py."""
+    return max(path.name[1:5] for path in (scripts / "versions").glob("r[0-9]*.py"))
+
+
 def _upgrade_locked(engine: Engine, name: str, file: Path | None, scripts: Path) -> None:
-    directory = ScriptDirectory.from_config(migration_config(scripts=scripts))
     with engine.connect() as connection:
-        current = MigrationContext.configure(connection).get_current_revision()
         tables = inspect(connection).get_table_names()
-    _require_ours(directory, current, tables, name)
-    if current == directory.get_current_head():
+        is_ours = _VERSION_TABLE in tables
+        current = (
+            connection.scalar(text(f"SELECT version_num FROM {_VERSION_TABLE}"))
+            if is_ours
+            else None
+        )
+    if current == newest_revision(scripts):
         return
+    _require_ours(scripts, current, tables, name)
     if file is not None and current is not None:
         _back_up(engine, file, current)
     with engine.execution_options(writes=True).begin() as connection:
@@ -81,22 +95,25 @@ def _require_writable(file: Path) -> None:
         raise DatabaseProblem(f"The database {file} is read-only: make the file writable.")
 
 
-def _require_ours(
-    directory: ScriptDirectory, current: str | None, tables: list[str], name: str
-) -> None:
+def _require_ours(scripts: Path, current: str | None, tables: list[str], name: str) -> None:
+    from alembic.script import ScriptDirectory
+
+    directory = ScriptDirectory.from_config(migration_config(scripts=scripts))
     known = {script.revision for script in directory.walk_revisions()}
     if current is not None and current not in known:
         raise DatabaseProblem(
             f"The database {name} was written by a newer version of Peakmark (revision {current}): "
             "update Peakmark or choose another database."
         )
-    if current is None and set(tables) - {"alembic_version"}:
+    if current is None and set(tables) - {_VERSION_TABLE}:
         raise DatabaseProblem(
             f"The database {name} holds tables of another program: choose another database."
         )
 
 
 def _migrate(connection: Connection, name: str, scripts: Path) -> None:
+    from alembic import command
+
     before = _row_counts(connection)
     command.upgrade(migration_config(connection, scripts), "head")
     after = _row_counts(connection)

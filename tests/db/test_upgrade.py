@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from alembic import command
+from alembic.script import ScriptDirectory
 from sqlalchemy import make_url
 
 from db import queue, upgrade
@@ -37,6 +38,23 @@ def upgrade():
         batch.add_column(sa.Column("note", sa.Text()))
     {extra}
 """
+
+
+def test_the_newest_revision_is_where_alembic_s_scripts_end(tmp_path: Path) -> None:
+    for scripts in (upgrade.MIGRATIONS, later_scripts(tmp_path)):
+        directory = ScriptDirectory.from_config(upgrade.migration_config(scripts=scripts))
+        assert upgrade.newest_revision(scripts) == directory.get_current_head()
+
+
+def test_a_database_of_today_is_opened_without_alembic(tmp_path: Path) -> None:
+    file = tmp_path / "peakmark.db"
+    open_database(f"sqlite:///{file}", recorded=None).close()
+    code = (
+        "import sys; from db.engine import open_database; "
+        f"open_database('sqlite:///{file}', recorded=None).close(); print('alembic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def count(file: Path, table: str) -> int:
