@@ -76,9 +76,8 @@ EXPLAINED = {
     "gradients, 0.9 billion elements in one tensor, were never timed at such a size",
     "debaed2db79e012d": "memory was short: the allocator gave cached segments back 29 times in 13 steps "
     "(`num_alloc_retries`), 60 ms each",
-    "3ed3f3077762f1ce": "probably a mixture's small operations (sorting, gathering rows), timed by what is like them",
-    "fd8f4cad1f8c4b3a": "probably a mixture's small operations and its experts' biases, timed by what is like them",
-    "9299fe6c6c9bce6d": "the host starts a checkpointed forward more slowly than it was calibrated: 73 ms for 33",
+    "fd8f4cad1f8c4b3a": "a profile shows its experts' biases, whose gradients add thousands of rows into 32, one after "
+    "another, and copies of scores; both are timed by what is like them",
 }
 REPEATS = """
 **Plans that were run more than once**: each run beside the median of the others, what is left when everything
