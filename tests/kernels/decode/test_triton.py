@@ -121,7 +121,7 @@ def test_lengths_beyond_the_cache_read_what_is_there(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [FP8, INT8])
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("page", [None, 16, 64])
 def test_one_byte_caches_with_scales(
     page: int | None, per_token: bool, dtype: torch.dtype, device: str,
     assert_accurate: Callable[..., None],
