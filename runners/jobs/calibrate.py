@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,7 +19,6 @@ from runners.contract import JobKind
 from runners.jobs.calibrate_case import DTYPES, Case
 from runners.jobs.calibrate_cases import collective_sizes, local_cases
 from runners.jobs.calibrate_host import measure_host
-from runners.jobs.calibrate_overlap import overlap_curves
 from runners.jobs.harness import JobSession, run_job
 from runners.jobs.stopwatch import Stopwatch, Work
 from runners.launch import MAX_RANKS
@@ -68,10 +66,6 @@ def measure_calibration(session: JobSession) -> None:
         watch = Stopwatch(session.device)
         if world.launch.process_count > 1:
             curves += [curve.to_dict() for curve in _collectives(session, world, watch)]
-            session.events.phase("overlap")
-            collective = partial(_collective, world.collectives, device=session.device)
-            beside = overlap_curves(world, collective, session.device)
-            curves += [curve.to_dict() for curve in beside]
         if world.launch.rank == 0:
             _measure_locally(session, watch, start_s + budget_s)
         measured["duration_s"] = time.monotonic() - start_s
