@@ -49,7 +49,6 @@ def test_two_ranks_measure_collectives_and_one_the_rest(tmp_path: Path) -> None:
     assert [name for name in dict.fromkeys(phases) if name] == [
         *(
             "collectives",
-            "overlap",
             "launch",
             "memory",
             "matmul",
