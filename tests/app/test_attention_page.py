@@ -17,6 +17,7 @@ from planner.attention.answer import answer
 from planner.attention.problem import AttentionProblem, Variant
 from planner.hardware import resolve_gpu
 from planner.units import format_bytes
+from tests.app.drawn import texts
 
 Opened = Callable[..., AppTest]
 PAGE = "app_pages/attention.py"
@@ -24,10 +25,6 @@ LLAMA = AttentionProblem(
     batch=1, heads=32, kv_heads=8, head_dim=128, sequence_length=8192, causal=True
 )
 H200 = resolve_gpu("h200")
-
-
-def texts(app: AppTest) -> str:
-    return "\n".join(str(e.value) for e in (*app.markdown, *app.caption, *app.error, *app.info))
 
 
 def page(opened: Opened, **query: str) -> AppTest:

@@ -15,6 +15,7 @@ from app.components.claims_view import said_line
 from app.components.problems import OUR_FAULT
 from planner.claims.answers import answers
 from planner.claims.claim import all_claims
+from tests.app.drawn import texts
 
 Opened = Callable[..., AppTest]
 
@@ -28,10 +29,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [claim for claim in all_claims() if claim.id in KEPT]
     for place in ("planner.claims.answers", "app.components.claims_view"):
         monkeypatch.setattr(f"{place}.all_claims", lambda: kept)
-
-
-def texts(app: AppTest) -> str:
-    return "\n".join(str(e.value) for e in (*app.markdown, *app.caption, *app.error, *app.info))
 
 
 def test_every_claim_stands_with_its_verdict_and_the_plan_beside(opened: Opened, few: None) -> None:

@@ -16,16 +16,12 @@ from db import repository
 from planner.difference import Measure, waterfall
 from planner.plan import parse_plan
 from planner.units import GIB_BYTES
+from tests.app.drawn import texts
 
 Opened = Callable[..., AppTest]
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "app_pages/compare.py"
 SMALL = "model=Qwen/Qwen2.5-0.5B&seq=1024&gpus=4"
-
-
-def texts(app: AppTest) -> str:
-    shown = (*app.markdown, *app.caption, *app.error, *app.info, *app.warning)
-    return "\n".join(str(element.value) for element in shown)
 
 
 def page(**query: str) -> AppTest:

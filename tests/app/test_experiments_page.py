@@ -22,6 +22,7 @@ from db.views import Measurement
 from planner.experiments.groups import known_figures
 from planner.records import row_id
 from planner.units import format_bytes
+from tests.app.drawn import texts
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +53,6 @@ def whole(app: AppTest) -> AppTest:
     assert not app.exception
     assert not any(error.value == OUR_FAULT for error in app.error)
     return app
-
-
-def texts(app: AppTest) -> str:
-    shown = (*app.markdown, *app.caption, *app.error, *app.info, *app.warning)
-    return "\n".join(str(element.value) for element in shown)
 
 
 def row(step_time_s: float, workload: Mapping[str, Any], *, stage: int = 3, **gpu: Any) -> str:

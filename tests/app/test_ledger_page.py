@@ -9,13 +9,10 @@ from streamlit.testing.v1 import AppTest
 
 from app import services
 from app.components.problems import OUR_FAULT
+from tests.app.drawn import texts
 
 Opened = Callable[..., AppTest]
 PAGE = "app_pages/ledger.py"
-
-
-def texts(app: AppTest) -> str:
-    return "\n".join(str(e.value) for e in (*app.markdown, *app.caption, *app.error, *app.info))
 
 
 def ledger(opened: Opened, **query: str) -> AppTest:

@@ -24,6 +24,7 @@ from planner.plan import Plan, parse_plan
 from planner.sweep import sweep
 from planner.sweep_axes import Limits, axes_of
 from planner.units import GIB_BYTES as GIB
+from tests.app.drawn import texts
 
 Opened = Callable[..., AppTest]
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,10 +40,6 @@ def plan_of() -> Plan:
     workload = {"sequence_length": 512}
     model, hardware = {"preset": "gpt2"}, {"preset": "h200"}
     return parse_plan({"model": model, "hardware": hardware, "workload": workload})
-
-
-def texts(app: AppTest) -> str:
-    return "\n".join(str(e.value) for e in (*app.markdown, *app.caption, *app.error, *app.info))
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,10 @@ from app.components.problems import OUR_FAULT
 from planner.units import GIB_BYTES as GIB
 from planner.units import format_bytes
 from planner.zero import work_of
+from tests.app.drawn import texts
 
 Opened = Callable[..., AppTest]
 PAGE = "app_pages/zero.py"
-
-
-def texts(app: AppTest) -> str:
-    return "\n".join(str(e.value) for e in (*app.markdown, *app.caption, *app.error, *app.info))
 
 
 def page(opened: Opened, **query: str) -> AppTest:
