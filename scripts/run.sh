@@ -22,7 +22,8 @@ fi
 shopt -s nullglob
 recorded=(recorded/*.jsonl)
 if [ "${#recorded[@]}" -gt 0 ]; then
-  .venv/bin/peakmark import "${recorded[@]}"
+  # Into a database of an earlier start: a new one begins with them. Only what is wrong is told.
+  .venv/bin/peakmark import --json "${recorded[@]}" >/dev/null
 fi
 
 pids=()
