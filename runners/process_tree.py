@@ -114,9 +114,15 @@ def kill_run(run_id: str, *, below: int | None = None, patience_s: float = 10.0)
     Returns False when something outlived `patience_s` (a process stuck in the kernel).
     """
     give_up = time.monotonic() + patience_s
+    seen: set[ProcessId] = set()
+    empty_looks = 0
     while True:
-        left = tagged(run_id) | (descendants(below) if below is not None else set())
-        if not left:
+        # One that is ending has lost its variables before it is gone, and one that has just been started
+        # has not got them yet: what was seen has to be dead, and nothing new found twice.
+        seen |= tagged(run_id) | (descendants(below) if below is not None else set())
+        left = set(filter(is_alive, seen))
+        empty_looks = 0 if left else empty_looks + 1
+        if empty_looks == 2:
             return True
         if time.monotonic() > give_up:
             return False

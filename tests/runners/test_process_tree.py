@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from runners import process_tree
 from runners.process_tree import (
     TAG_VARIABLE,
     ProcessId,
@@ -78,3 +79,23 @@ def test_killing_a_run_leaves_nothing_and_a_corpse_is_not_alive(run_id: str) -> 
     assert not is_alive(name)
     assert process.wait() == -9
     assert kill_run(run_id)
+
+
+def test_a_run_is_dead_when_all_that_was_seen_of_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends loses its variables first, one that begins gets them late."""
+    one, late = ProcessId(2**22 + 1, 1), ProcessId(2**22 + 2, 1)
+    found = iter([{one}, set(), set(), {late}, set(), set(), set()])
+    lives = {one: 2, late: 1}
+    killed: list[ProcessId] = []
+
+    def is_alive(process: ProcessId) -> bool:
+        lives[process] -= 1
+        return lives[process] >= 0
+
+    monkeypatch.setattr(process_tree, "tagged", lambda run_id: next(found))
+    monkeypatch.setattr(process_tree, "is_alive", is_alive)
+    monkeypatch.setattr(process_tree, "send", lambda processes, _: killed.extend(processes))
+    assert kill_run("run")
+    # Rounds: the first lives, is ending, is gone; the other appears, and is gone for two rounds.
+    assert killed == [one, one, late]
+    assert list(found) == [set()]
