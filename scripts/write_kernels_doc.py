@@ -24,14 +24,14 @@ SHOWN_ERROR_CHARACTERS = 80
 TITLES = {
     "attention_flex": "Attention beside FlexAttention",
     "attention_heads": "Attention with large heads",
+    "decode_pages": "Decode over pages",
     "adamw": "AdamW",
     "rms_norm": "RMS norm",
     "rope": "RoPE",
     "swiglu": "SwiGLU",
 }
 NOTES = {
-    "attention_flex": "The portable kernel alone, on the grid above without its longest sequences; FlexAttention is "
-    "compiled for each shape.",
+    "attention_flex": "The portable kernel alone, on shapes of the grid above; FlexAttention is compiled for each shape.",
     "attention_masks": "`backend` is ours, the portable `triton` where none is named; `causal` is our own "
     "causal attention of the same shape, by default the `hopper` backend's (in rows that name no "
     "backend, the portable one's).",
@@ -41,6 +41,8 @@ NOTES = {
     "cross_entropy": "Ours makes both gradients in the forward, and the larger is the weight's: of its peak at 4,096 tokens "
     "of width 4,096 that is 1,002 MiB and 1,034 MiB with the hidden states', which no chunk makes smaller and which are "
     "already 0.17 of what transformers' chain holds before it makes them. What the loss itself holds is the last column.",
+    "decode_pages": "Pages beside the contiguous cache in bf16, since where a key lies in its page is worked out before "
+    "the loop; the table above was taken before that.",
     "decode": "A cache is only read, the copy reads and writes: its rate can be passed. `torch` reads the "
     "contiguous cache in bf16.",
 }
