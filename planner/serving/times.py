@@ -79,6 +79,9 @@ _REPLAY_S = 12 * _HOST_TORCH_S
 # token), and for a chunk of a prompt (its room, who decodes then): fitted to two traces of Llama-3.2-1B, of few
 # requests at once and of many.
 _STEP_HOST_S, _ROW_HOST_S, _CHUNK_HOST_S = 0.09e-3, 13e-6, 0.2e-3
+# Bytes for each cached element that the kernels move which put what lies before a chunk in a row: pages are
+# gathered and copied, those of one byte also widened to fp32, multiplied by their gathered scales, and narrowed.
+_GATHERED_BYTES, _WIDENED_BYTES = (4.0, 4.0), (2.0, 5.0, 0.0, 8.0, 6.0, 4.0)
 # Kernels and slices by which a chunk's layer gathers the pages of what lies before it.
 _GATHERING_KERNELS = 6
 _OWN_KERNELS = ("norms", "activation", "rotary")
@@ -381,10 +384,12 @@ class StepTimes:
             time_s += layers * self._stream_s(written)
             moved += layers * written
             if context_tokens:
-                # Pages are gathered, then put in a row: each reads and writes keys and values.
-                again = 4.0 * rows * (context_tokens + num_tokens) * elements * 2.0
-                time_s += layers * 4 * self._stream_s(again / 4)
-                moved += layers * again
+                # Of keys and of values, which are half of the elements each.
+                gathered = rows * (context_tokens + num_tokens) * elements / 2
+                is_byte = KV_ELEMENT_BYTES[self.served.kv_dtype] == 1
+                for each in _WIDENED_BYTES if is_byte else _GATHERED_BYTES:
+                    time_s += layers * 2 * self._stream_s(gathered * each)
+                    moved += layers * 2 * gathered * each
         return StepPart(name="attention", flops=flops, bytes=moved, time_s=time_s, bound="compute")
 
     def _fresh_s(self, num_tokens: int, context_tokens: int, rows: int, flops: float) -> float:
