@@ -35,7 +35,10 @@ NOTES = {
     "attention_masks": "`backend` is ours, the portable `triton` where none is named; `causal` is our own "
     "causal attention of the same shape, by default the `hopper` backend's (in rows that name no "
     "backend, the portable one's).",
-    "attention_heads": "Head size 192 is of queries and keys beside values of 128 (latent attention).",
+    "attention": "Forwards of head size 64 but for 32/32 heads at 2,048 are of the kernel before its softmax ran under its "
+    "own products, and slower than today's.",
+    "attention_heads": "Head size 192 is of queries and keys beside values of 128 (latent attention). Ours is the kernel "
+    "before lists dealt its causal tiles out and each program walked several full ones, and slower than today's.",
     "linear_attention": "The peer computes another function: attention with softmax, whose time grows with the "
     "square of the length.",
     "cross_entropy": "Ours makes both gradients in the forward, and the larger is the weight's: of its peak at 4,096 tokens "
@@ -133,7 +136,8 @@ Every figure compares kernels inside one process on one GPU, in turns, by median
 timings with the L2 cache flushed; `ratio` is the peer's time over ours, above 1 where ours is faster.
 The GPU waits before each call until the host has started it: what the host needs for that, some 0.1 to
 0.4 ms, hides behind other work in a training step and in a CUDA graph. Figures of AdamW, cross-entropy
-and attention, but for the `hopper` windows, are older than that wait, and long enough to do without.
+and attention, but for the `hopper` windows and backward of head size 128, are older than that wait, and
+long enough to do without.
 Rates count 4 B Hq S^2 D operations for a forward, half of it if causal, 2.5 times that for a backward.
 """
 
