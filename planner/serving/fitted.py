@@ -22,6 +22,7 @@ FITTED_PREFILLS = frozenset(
             for name in (_SMALL, _LARGE)
             for shape in ((1, 1024), (16, 1024), (32, 8192))
         ),
+        (_SMALL, 1, 512),
         (_MIXTURE, 16, 1024),
     )
 )

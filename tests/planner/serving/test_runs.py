@@ -137,6 +137,17 @@ def test_shapes_that_set_a_constant_are_no_evidence_for_its_time(rows: list[Reco
     assert {row.id for row in rows} >= SERVE_ROWS
 
 
+def test_lone_prefills_that_set_the_power_s_factor_are_no_evidence(rows: list[RecordedRow]) -> None:
+    # planner/serving/times.py: fitted to these models' lone prefills of 64 to 4,096 tokens.
+    models = ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
+    decoded = [row for row in rows if row.kind is Kind.DECODE]
+    lone = [r for r in decoded if shape_of(r)[:2] in {(m, 1) for m in models}]
+    short = [row for row in lone if shape_of(row)[2] <= 4096]
+    assert any(row.measured.get("prefill_graph") for row in short) and len(short) < len(lone)
+    for row in short:
+        assert "prefill_time" not in {one.quantity for one in compare_served(row)}
+
+
 def test_a_row_of_a_gpu_without_a_preset_is_not_compared(rows: list[RecordedRow]) -> None:
     gpu = {"name": "some accelerator", "total_bytes": 1}
     assert compare_served(replace(rows[0], environment={"gpu": gpu})) == []
