@@ -55,7 +55,8 @@ of eight simulations whose steps are up to 3 % longer or shorter, for where in a
 constant was fitted to rows marked 2, which count in no average.
 """
 OLDER_ENGINE = """
-Rows marked 3 were served before prefills were graphs, at the pace of the host, and count in no average.
+Rows marked 3 were served by an older engine, whose graphs were brought to the device while it served (0.3 to 0.8 ms
+each, in first tokens above all): their traces are served again below, and they count in no average.
 """
 
 
