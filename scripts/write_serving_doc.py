@@ -56,7 +56,7 @@ constant was fitted to rows marked 2, which count in no average.
 """
 OLDER_ENGINE = """
 Rows marked 3 were served by an older engine, whose graphs were brought to the device while it served (0.3 to 0.8 ms
-each, in first tokens above all): their traces are served again below, and they count in no average.
+each, in first tokens above all): most of their traces are served again below, and they count in no average.
 """
 
 
