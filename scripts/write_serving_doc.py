@@ -13,7 +13,7 @@ from planner.calibration import sheet_of
 from planner.decode_run import CacheDtype, CacheKind, DecodeRun, parse_decode
 from planner.model import ModelSpec
 from planner.records import Kind, RecordedRow, read_file
-from planner.serve_run import ServeRun
+from planner.serve_run import ServeRun, host_sentence
 from planner.serving.fitted import SERVE_ROWS
 from planner.serving.runs import (
     TODAY,
@@ -357,7 +357,8 @@ def _serve_words(served: Sequence[tuple[RecordedRow, SimulatedRun]]) -> Iterator
             f"{max(errors):.1f} % worst, over {sum(map(_counts, (row for row, _ in served)))} traces."
         )
     for row, found in served:
-        yield f"- {_ran(row, found.run)}; {_static(row, found)}."
+        spent = host_sentence(row.measured)
+        yield f"- {_ran(row, found.run)}; {_static(row, found)}.{f' {spent}' if spent else ''}"
 
 
 def _mark(row: RecordedRow) -> str:
