@@ -26,6 +26,8 @@ from planner.workload import KvDtype, WeightsDtype
 PREFILL_TOKENS, WARMUP_STEPS = 32_768, 3
 # cuBLAS keeps a workspace for each stream; a graph is captured on one and warmed up on another.
 WORKSPACE_BYTES = 32 * MIB_BYTES
+# A decode run holds three, as recorded rows do: of the stream it runs on, of the warm-up's and the capture's.
+_DECODE_WORKSPACES = 3
 _SCALE_BYTES = 4
 _ELEMENT_BYTES = {WeightDtype.BF16: 2, WeightDtype.FP16: 2, WeightDtype.FP32: 4}
 _KV_DTYPES = {
@@ -124,7 +126,7 @@ def predict_decode(
         # The spare page, and a workspace more where the prefill is a graph.
         cache_held += run.page_size * spec.num_layers * _token_bytes(run, spec)
         prefilling += WORKSPACE_BYTES * is_graphed(run)
-    decoding = widest_bytes(spec, run.batch, element_bytes) + graphs_bytes(1)
+    decoding = widest_bytes(spec, run.batch, element_bytes) + _DECODE_WORKSPACES * WORKSPACE_BYTES
     decoding += run.batch * spec.vocab_size * element_bytes
     return DecodePrediction(
         prefill_time_s=_prefill_s(times, run, rows),
@@ -176,33 +178,25 @@ def widest_bytes(spec: ModelSpec, tokens: int, element_bytes: int) -> int:
     return tokens * (_HIDDEN_STATES * spec.hidden_size + wide) * element_bytes
 
 
-def graphs_bytes(graphs: int) -> int:
-    """Return the workspaces of a decoder with so many CUDA graphs, that of its prefill among them.
-
-    Two for each graph, as four served rows of recorded/h200-decode.jsonl hold; three with one.
-    """
-    return max(3, 2 * graphs) * WORKSPACE_BYTES
+def graphs_bytes(widths: int) -> int:
+    """Return the workspaces of a server with steps of so many widths: one for each, and one for all prefills."""
+    return (widths + 1) * WORKSPACE_BYTES
 
 
-def serve_peak_bytes(run: ServeRun, spec: ModelSpec, ran: RanAs = TODAY) -> int:
+def serve_peak_bytes(run: ServeRun, spec: ModelSpec) -> int:
     """Return the most bytes that serving a trace allocates: weights, pages, a chunk and the graphs.
 
-    Steps are captured at every power of two of rows, and at all of them, each with a workspace of its own; all
-    prefills share one. Before prefills were graphs, steps were captured last and held two.
+    Steps are captured at every power of two of rows, and at all of them.
     """
     widths = {min(run.rows, 1 << (rows - 1).bit_length()) for rows in range(1, run.rows + 1)}
     element_bytes = _ELEMENT_BYTES[run.dtype]
     longest = max(one.prompt_tokens for one in run.trace)
-    held = weights_bytes(spec, run.dtype)
-    held += run.pages * run.page_size * spec.num_layers * _token_bytes(run, spec)
+    page = run.page_size * spec.num_layers * _token_bytes(run, spec)
+    held = weights_bytes(spec, run.dtype) + run.pages * page
     held += widest_bytes(spec, min(run.chunk_tokens, longest), element_bytes)
     if not run.graphs:
         return held + WORKSPACE_BYTES
-    held += sum(widths) * spec.vocab_size * element_bytes
-    if not ran.prefill_graphs:
-        return held + graphs_bytes(len(widths))
-    page = run.page_size * spec.num_layers * _token_bytes(run, spec)
-    return held + page + (len(widths) + 1) * WORKSPACE_BYTES
+    return held + page + sum(widths) * spec.vocab_size * element_bytes + graphs_bytes(len(widths))
 
 
 def check_room(run: ServeRun, spec: ModelSpec, gpu: Gpu) -> None:
@@ -227,16 +221,8 @@ def compare_served(row: RecordedRow) -> list[Comparison]:
         return []
     if row.kind is Kind.SERVE:
         served, spec = parse_serve(row.spec["serve"])
-        return _comparisons(
-            [
-                (
-                    "serve_allocated",
-                    serve_peak_bytes(served, spec, RanAs.of(row.kind, row.measured)),
-                    "allocated_bytes",
-                )
-            ],
-            row.measured,
-        )
+        peak_bytes = serve_peak_bytes(served, spec)
+        return _comparisons([("serve_allocated", peak_bytes, "allocated_bytes")], row.measured)
     run, spec = parse_decode(row.spec["decode"])
     by_host = waits_for_host(row, run)
     left_out = {name for name in ("prefill_time", "decode_time") if is_fitted(name, run, spec)}
