@@ -67,7 +67,8 @@ _LATENT_SHARE = 0.5
 _HOPPER_OVER_SDPA = 1.13
 _HOPPER, _HOPPER_HEADS = "9.0", (64, 128)
 # The host's seconds for a forward that is no graph: at all, and for each kernel of ours (a Triton launch
-# through torch's dispatcher), fitted to two traces that were served so; and for each of torch's
+# through torch's dispatcher), fitted to two traces that were served so (4b9cdfe1b06d1b35 and b7dcbad6e5500c05, since
+# withdrawn); and for each of torch's
 # (planner/speed/h200.json: the host's for Llama, with its pace). Alone, a decode attention takes 0.107 ms of
 # the host (batch 1, 4,096 tokens, timed with the host's start).
 _HOST_FORWARD_S = 8e-3

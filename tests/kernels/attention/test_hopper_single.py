@@ -1,4 +1,4 @@
-"""The Hopper forward without a list on a real GPU: windows, large and unequal heads, against float64.
+"""The Hopper forward for windows, large and unequal heads on a real GPU, against float64.
 
 Every call is forced onto `hopper`, so that none of these tests passes on another kernel.
 """
