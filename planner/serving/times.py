@@ -60,7 +60,7 @@ _UNEVEN_FACTOR, _UNEVEN_SHARE = 1.21, 0.26
 # batch 1.
 _SORT_S = 9.6e-6
 _KINDS_FROM_BYTES = float(4 * MIB_BYTES)
-# Of what products reach, attention over latents reaches half: it is bound by FLOPs with many heads.
+# Of what products reach, attention over latents is assumed to reach half: it is bound by FLOPs with many heads.
 _LATENT_SHARE = 0.5
 # Our Hopper forward over torch's SDPA, causal, mean of recorded/kernels/h200-attention-forward.jsonl; it
 # takes heads of 64 and 128 elements, other widths go to Triton's.
