@@ -7,11 +7,13 @@ and fetches ahead; default buckets. World sizes do not matter: whole parameters 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from planner.families import parameter_shapes
@@ -196,6 +198,11 @@ class _Coordinator:
         self._queue = deque(
             (p, turn) for turn, own in enumerate(self._turns) for p in own.parameters
         )
+        self._used_in: dict[_Parameter, list[int]] = defaultdict(list)
+        for parameter, turn in self._queue:
+            self._used_in[parameter].append(turn)
+        own_numels = (sum(p.numel for p in call.parameters) for call in self._turns)
+        self._numel_before = list(accumulate(own_numels, initial=0))
         everything = {p for call in calls for p in call.parameters}
         self._persistent = {p for p in everything if p.numel <= PERSISTENT_NUMEL}
         self._available = set(self._persistent)
@@ -271,17 +278,18 @@ class _Coordinator:
     def _release(self, turn: int, call: _Call) -> None:
         """Release what is not used again within the reuse distance, nor skipped by a prefetch."""
         done = {p for p in call.parameters if self._fetched_for[p] <= turn} - self._persistent
-        passed_numel = 0
-        for later in self._turns[turn:]:
-            if passed_numel >= MAX_REUSE_NUMEL or not done:
-                break
-            done.difference_update(later.parameters)
-            passed_numel += sum(p.numel for p in later.parameters)
+        end = bisect_left(self._numel_before, self._numel_before[turn] + MAX_REUSE_NUMEL)
+        done = {p for p in done if not self._is_used(p, turn, end)}
         for parameter in call.parameters:
             if parameter in done:
                 self._available.discard(parameter)
                 self._live_numel -= parameter.numel
                 self.fetches.events[call.place].append(Event(Step.RELEASE, (parameter,)))
+
+    def _is_used(self, parameter: _Parameter, turn: int, end: int) -> bool:
+        used_in = self._used_in[parameter]
+        following = bisect_left(used_in, turn)
+        return following < len(used_in) and used_in[following] < end
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -160,9 +161,16 @@ class Requests:
 
     def size_of(self, release: int) -> int:
         """The bytes of the tensor that request number `release` releases."""
-        slots = self.layout.slots
-        made = int(np.flatnonzero(slots[:release] == slots[release])[0])
+        made = self._first_of_slot[self.layout.slots[release]]
         return int(self.sizes_bytes[self.kinds[made]])
+
+    @cached_property
+    def _first_of_slot(self) -> Integers:
+        """Of every slot the first request, which fills it."""
+        slots = self.layout.slots
+        first = np.zeros(self.layout.num_slots, dtype=np.int64)
+        first[slots[::-1]] = np.arange(len(slots))[::-1]  # the last written stays
+        return first
 
 
 def kind_sizes_bytes(
