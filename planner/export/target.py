@@ -50,6 +50,10 @@ HINTS: dict[str, str] = {
     "max_grad_norm": "clip_grad_norm_ before each step",
     "grad_accumulation": "micro-batches between two steps",
 }
+# What no other program has, and what computes the same there.
+_VALUE_HINTS = {
+    ("optimizer", "adamw_triton"): "Peakmark's own kernel; torch.optim.AdamW(fused=True) elsewhere",
+}
 _PARALLEL_DEFAULT = flat_dict(Parallelism())
 # What a plan always says; everything else counts where it is not at its default.
 _ALWAYS = frozenset(
@@ -124,10 +128,12 @@ def _names(draft: Draft) -> str:
 
 
 def _listed(left: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{name} {value}{f' ({HINTS[name]})' if name in HINTS else ''}"
-        for name, value in left.items()
-    )
+    return "; ".join(f"{name} {value}{_hint(name, value)}" for name, value in left.items())
+
+
+def _hint(name: str, value: Any) -> str:
+    hint = _VALUE_HINTS.get((name, str(value))) or HINTS.get(name)
+    return f" ({hint})" if hint else ""
 
 
 def training(plan: Plan, target: Target) -> TrainingWorkload:

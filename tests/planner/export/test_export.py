@@ -402,6 +402,12 @@ def test_no_setting_is_dropped_in_silence(target: Target, name: str) -> None:
     assert said(found) != said(before)
 
 
+@pytest.mark.parametrize("target", [t for t in TRAINING if t != Target.DEEPSPEED])
+def test_an_optimizer_that_no_other_program_has_is_told_with_one_like_it(target: Target) -> None:
+    found = said(export(trained("peakmark", optimizer="adamw_triton"), target))
+    assert "adamw_triton (Peakmark's own kernel; torch.optim.AdamW(fused=True) elsewhere)" in found
+
+
 def test_what_a_target_cannot_do_is_refused_with_what_to_do_instead() -> None:
     refused = {
         Target.FSDP2: (trained("peakmark", 1), "take one of them, or export to deepspeed"),
