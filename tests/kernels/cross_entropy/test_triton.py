@@ -36,19 +36,37 @@ def results(
     return [value.detach(), *torch.autograd.grad(3 * value, inputs[:2])]
 
 
+def plain_results(inputs: tuple[Tensor, ...], orders: int = 8, **options: Any) -> list[Tensor]:
+    """Results of plain arithmetic in the tested dtype, [orders, ...]: each sums the width in another order.
+
+    How far one order is off is luck, which is another on every kind of processor.
+    """
+    hidden, weight, labels = inputs
+    found = []
+    for seed in range(orders):
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(hidden.shape[1], generator=generator).to(hidden.device)
+        mixed = [t.detach()[:, order].requires_grad_() for t in (hidden, weight)]
+        loss, *gradients = results(
+            reference_linear_cross_entropy, (*mixed, labels), dtype=hidden.dtype, **options
+        )
+        found.append([loss, *(gradient[:, order.argsort()] for gradient in gradients)])
+    return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+
 @pytest.fixture
 def assert_accurate(as_good_as_plain: Check) -> Callable[..., None]:
     def check(inputs: tuple[Tensor, ...], chunk_tokens: int, **options: Any) -> None:
         hidden, weight, labels = inputs
         doubles = tuple(t.detach().double().requires_grad_() for t in (hidden, weight))
         exact = results(reference_linear_cross_entropy, (*doubles, labels), **options)
-        plain = results(reference_linear_cross_entropy, inputs, dtype=hidden.dtype, **options)
+        plain = plain_results(inputs, **options)
         ours = results(linear_cross_entropy, inputs, chunk_tokens=chunk_tokens, **options)
         assert ours[0].dtype is FP32
         for name, *values in zip(("dX", "dW"), ours[1:], exact[1:], plain[1:], strict=True):
             as_good_as_plain(name, *values)
         # One number: by luck the plain one may be exact. Four roundings of it in fp32 are allowed.
-        allowed = 2 * (plain[0] - exact[0]).abs() + 4 * torch.finfo(FP32).eps * exact[0].abs()
+        allowed = 2 * (plain[0] - exact[0]).abs().max() + 4 * torch.finfo(FP32).eps * exact[0].abs()
         assert (ours[0] - exact[0]).abs() <= allowed
 
     return check
