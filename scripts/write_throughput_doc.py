@@ -219,6 +219,7 @@ def _paced(
     """Errors of steps that wait for a host whose pace was read: at the usual one, and at its own."""
     waiting = {r.row_id: r.comparison for r in timed if paces[r.row_id] != "gpu"}
     errors: dict[str, list[float]] = defaultdict(list)
+    read: set[str] = set()
     for row in rows:
         if row.id not in waiting:
             continue
@@ -228,10 +229,12 @@ def _paced(
             at_usual = 100 * (usual.predicted / step.measured - 1)
             errors[f"{words}: at the usual pace"].append(at_usual)
             errors[f"{words}: at the pace that was read"].append(step.error_percent)
+            read.add(row.id)
     if errors:
         yield PACED_STEPS
         yield from _table("steps")
         yield from (_line(words, found) for words, found in errors.items())
+        yield f"\nThese are {len(read)} runs: too few to say whether a reading tells more of the next step than the usual pace."
 
 
 def _repeats(rows: Iterable[RecordedRow], host_bound: set[str], ids: set[str]) -> Iterator[str]:
