@@ -19,7 +19,7 @@ from planner.serving.memory import kv_bytes_per_layer_token, kv_bytes_per_token,
 from planner.serving.part import serving_part
 from planner.serving.runs import graphs_bytes, widest_bytes
 from planner.units import GIB_BYTES, format_bytes
-from planner.workload import ServingWorkload, WeightsDtype
+from planner.workload import KvDtype, ServingWorkload, WeightsDtype
 
 
 class ServingEngine(StrEnum):
@@ -95,6 +95,9 @@ def capacity(
     most = rest.most(left, one, rows)
     graphs = rest.graphs_bytes(rows or max(most, 1))
     pool = max(left - graphs, 0)
+    # One request more, as long as its pages reach, unless no more may be there at once.
+    is_full = most == (rows or rest.most_rows)
+    more = 0 if is_full else _longest(part, workload, pool - most * one, page)
     return Capacity(
         engine=engine,
         length=length,
@@ -110,8 +113,8 @@ def capacity(
         wasted_bytes=one - sequence_bytes(part, workload, length, 1),
         kv_copies=max(1, tensor_parallel // spec.num_kv_heads) if spec.latent is None else 1,
         max_sequences=most,
-        max_tokens=most * length + _longest(part, workload, pool - most * one, page),
-        notes=_notes(spec, engine, tensor_parallel),
+        max_tokens=most * length + more,
+        notes=_notes(spec, engine, workload.kv_dtype, tensor_parallel),
     )
 
 
@@ -182,13 +185,19 @@ class _Rest:
         )
 
 
-def _notes(spec: ModelSpec, engine: ServingEngine, tensor_parallel: int) -> tuple[str, ...]:
+def _notes(
+    spec: ModelSpec, engine: ServingEngine, kv_dtype: KvDtype, tensor_parallel: int
+) -> tuple[str, ...]:
     notes = []
     if engine is not ServingEngine.PEAKMARK:
         notes.append(
-            f"{engine}: utilization × visible, less weights, {_VLLM_LOGITS[engine]:g} × 1,024 rows of fp32 "
+            f"{engine}: at most {_VLLM_ROWS:,} requests at once; utilization × visible, less weights, {_VLLM_LOGITS[engine]:g} × 1,024 rows of fp32 "
             "logits and memory outside torch; its CUDA graphs come on top until release 0.20."
         )
+        if kv_dtype is KvDtype.INT8:
+            notes.append(
+                "An int8 cache needs a vLLM of 2026 (int8_per_token_head); older ones have none."
+            )
         if spec.num_sliding_layers and spec.num_sliding_layers < spec.num_layers:
             notes.append(
                 "vLLM gives mixed layers pages of one size, so it holds less; how much less changed "

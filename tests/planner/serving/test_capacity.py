@@ -76,6 +76,23 @@ def test_key_value_heads_are_kept_once_or_repeated(gpus: int, copies: int) -> No
     assert any("key-value heads" in note for note in found.notes) == (copies > 1)
 
 
+def test_no_shorter_request_joins_as_many_as_may_be_there_at_once() -> None:
+    found = of(length=100, engine=ServingEngine.VLLM_0_11)
+    assert (found.max_sequences, found.max_tokens) == (1024, 102_400)
+    assert "at most 1,024 requests at once" in found.notes[0]
+    few = of(rows=4)
+    assert (few.max_sequences, few.max_tokens) == (4, 4 * 8192)
+
+
+@pytest.mark.parametrize("engine", ServingEngine)
+def test_an_int8_cache_that_older_releases_lack_is_said_of_vllm_alone(
+    engine: ServingEngine,
+) -> None:
+    said = [any("int8" in n for n in of(kv_dtype=k, engine=engine).notes) for k in KvDtype]
+    vllm = engine is not ServingEngine.PEAKMARK
+    assert said == [vllm and k is KvDtype.INT8 for k in KvDtype]
+
+
 def test_latents_are_whole_on_every_gpu() -> None:
     spec = resolve_model("deepseek-ai/DeepSeek-V3")
     found = of(spec, tensor_parallel=8)
