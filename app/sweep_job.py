@@ -48,7 +48,7 @@ class SweepJob:
         self._thread.join(wait_s)
         if self._failure is not None:
             raise self._failure
-        return self._answer
+        return None if self.is_cancelled else self._answer
 
     @property
     def is_cancelled(self) -> bool:

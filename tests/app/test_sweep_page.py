@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import lever_rows
+from app import lever_rows, sweep_job
 from app.charts.sweep import sweep_figure
 from app.components import sweep_view
 from app.components.levers_view import changed_values
@@ -21,7 +22,7 @@ from planner.changes import Kind
 from planner.choice import Aim, best_of, front_rows
 from planner.levers import levers_of, of_kind, saving
 from planner.plan import Plan, parse_plan
-from planner.sweep import sweep
+from planner.sweep import Swept, sweep
 from planner.sweep_axes import Limits, axes_of
 from planner.units import GIB_BYTES as GIB
 from tests.app.drawn import texts
@@ -139,17 +140,28 @@ def test_a_serving_plan_is_told_in_one_sentence(page: Opened) -> None:
     ]
 
 
-def test_a_sweep_can_be_cancelled_and_tells_how_far_it_is() -> None:
+def test_a_sweep_can_be_cancelled_and_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of()
     axes = axes_of(plan, {**GIVEN, "checkpointing": ("none", "full")}, Limits())
     job = SweepJob(plan, axes, Limits())
     answer = job.answer(120.0)
     assert answer is not None and not job.is_cancelled
     assert (job.done, job.total) == (48, 48)
+    job.cancel()
+    assert job.answer(0.0) is None
+
+    begins = Event()
+
+    def waiting(*arguments: Any) -> Swept:
+        assert begins.wait(120.0)
+        return sweep(*arguments)
+
+    monkeypatch.setattr(sweep_job, "sweep", waiting)
     stopped = SweepJob(plan, axes, Limits())
     stopped.cancel()
+    begins.set()
     assert stopped.answer(120.0) is None
-    assert stopped.is_cancelled
+    assert stopped.is_cancelled and stopped.done < stopped.total
 
 
 def test_the_figure_draws_the_front_and_the_best_apart() -> None:
